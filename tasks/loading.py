@@ -1,0 +1,327 @@
+"""Where weights come from: a directory, the hub, or a seed; whole, or only a rank's shards.
+
+A model is built on the meta device (shapes, no memory), sharded there, and only then filled: each
+parameter reads its own slice. So no rank ever holds more than one full tensor beside its shards.
+"""
+
+import json
+import os
+import re
+import zlib
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from sharding import shard_of
+
+TINY = Path(__file__).resolve().parent / "tiny_llama"
+LLAMA3_ROPE = {
+    "rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}  # fmt: skip
+PRESETS = {
+    "small": dict(
+        hidden_size=256, num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=2,
+        intermediate_size=1024, vocab_size=32000, max_position_embeddings=131072,
+    ),
+    "llama-3.2-1b": dict(
+        hidden_size=2048, num_hidden_layers=16, num_attention_heads=32, num_key_value_heads=8,
+        head_dim=64, intermediate_size=8192, vocab_size=128256, max_position_embeddings=131072,
+        rms_norm_eps=1e-5, tie_word_embeddings=True, rope_theta=500000.0,
+        rope_scaling=LLAMA3_ROPE,
+    ),
+    "llama-3.1-8b": dict(
+        hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
+        head_dim=128, intermediate_size=14336, vocab_size=128256, max_position_embeddings=131072,
+        rms_norm_eps=1e-5, rope_theta=500000.0, rope_scaling=LLAMA3_ROPE | {"factor": 8.0},
+    ),
+}  # fmt: skip
+
+
+class UserError(Exception):
+    """Bad input. Ends the job with one `error: ...` line and exit code 2, without a traceback."""
+
+
+# ---------------------------------------------------------------- sources of weights
+
+
+def fill(module, read, dtype, device):
+    """Give a module on the meta device its values: each parameter becomes read(name, shard).
+
+    Returns the module; in float64 its norms compute in float64 too (see `compute_in_float64`).
+    """
+    for name, meta in list(module.named_parameters()):
+        values = read(name, shard_of(meta)).to(device, dtype)
+        assert values.shape == meta.shape, (name, values.shape, meta.shape)
+        real = nn.Parameter(values, requires_grad=meta.requires_grad)
+        real.shard = shard_of(meta)
+        owner, _, attribute = name.rpartition(".")
+        setattr(module.get_submodule(owner), attribute, real)
+    if dtype == torch.float64:
+        compute_in_float64(module)
+    return module
+
+
+class Source:
+    """The configuration, weights and tokenizer that `--model` names.
+
+    Checks everything that can be checked without reading weights; raises `UserError` with one line
+    that says what is wrong. `config` is a LlamaConfig, `directory` is None for random weights.
+    """
+
+    def __init__(self, name, num_layers=None, seed=0):
+        from transformers import LlamaConfig
+
+        self.name, self.seed, self.files, self.directory = name, seed, {}, None
+        if name.startswith("random/"):
+            preset = PRESETS.get(name.removeprefix("random/"))
+            if preset is None:
+                known = ", ".join(f"random/{p}" for p in PRESETS)
+                raise UserError(f"--model {name}: no such preset; there are {known}")
+            if num_layers is not None and not 1 <= num_layers <= preset["num_hidden_layers"]:
+                raise UserError(f"--num-layers {num_layers}: {name} has 1 to "
+                                f"{preset['num_hidden_layers']} layers")  # fmt: skip
+            settings = dict(preset, num_hidden_layers=num_layers or preset["num_hidden_layers"])
+        else:
+            if num_layers is not None:
+                raise UserError(f"--num-layers cuts random/ models short, not {name}")
+            self.directory = find_directory(name)
+            settings = read_settings(self.directory)
+        try:
+            self.config = LlamaConfig(**settings)
+        except Exception as error:  # the library's own validation: say what it says, in one line
+            raise UserError(f"{name}: config.json: {' '.join(str(error).split())}") from None
+        if self.directory:
+            self.files = index_files(self.directory)
+            self.check_names()
+
+    def empty_model(self):
+        """An ordinary LlamaForCausalLM on the meta device: shapes, and no memory."""
+        from transformers import LlamaForCausalLM
+
+        self.config._attn_implementation = "sdpa"
+        with torch.device("meta"):
+            model = LlamaForCausalLM(self.config)
+        if self.config.tie_word_embeddings:
+            model.lm_head.weight = model.model.embed_tokens.weight
+        return model.eval()
+
+    def load_model(self, dtype, device, parallelize=None):
+        """An ordinary LlamaForCausalLM, or this rank's share of it.
+
+        parallelize: a function that shards a model in place with `keep_shard`. It is given the
+        model without memory, so that only the shards are ever read.
+        """
+        from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+        model = self.empty_model()
+        if parallelize:
+            parallelize(model)
+        # Rotary tables are buffers that no checkpoint holds: build them off the meta device, and
+        # in float32 whatever the model's dtype.
+        model.model.rotary_emb = LlamaRotaryEmbedding(self.config).to(device)
+        fill(model, self.read, dtype, device)
+        if self.config.tie_word_embeddings:
+            model.lm_head.weight = model.model.embed_tokens.weight
+        return model
+
+    def check_names(self):
+        """Missing, unexpected and misshapen tensors: the library would only warn."""
+        expected = {name: tuple(p.shape) for name, p in self.empty_model().named_parameters()}
+        found = {name: shape for name, (_, shape) in self.files.items()}
+        for name in ("lm_head.weight",) if self.config.tie_word_embeddings else ():
+            found.pop(name, None)
+        found = {n: s for n, s in found.items() if not n.endswith("rotary_emb.inv_freq")}
+        for name in sorted(expected.keys() | found.keys()):
+            if name not in found:
+                raise UserError(f"{self.name}: tensor {name} is missing")
+            if name not in expected:
+                raise UserError(f"{self.name}: unexpected tensor {name}")
+            if found[name] != expected[name]:
+                raise UserError(f"{self.name}: tensor {name} has shape {found[name]}, "
+                                f"config.json says {expected[name]}")  # fmt: skip
+
+    def read(self, name, shard=None):
+        """One tensor, or its slice shard = (dim, start, stop), on the CPU."""
+        if not self.directory:
+            return self.random(name, shard)
+        from safetensors import safe_open
+
+        # Opened anew for each tensor: a mapped file counts as this process's memory.
+        with safe_open(self.files[name][0], framework="pt") as file:
+            dim, start, stop = shard or (0, 0, self.files[name][1][0])
+            view = file.get_slice(name)
+            values = view[start:stop] if dim == 0 else view[:, start:stop]
+        if not values.isfinite().all():
+            raise UserError(f"{self.name}: non-finite values in {name}")
+        return values
+
+    def random(self, name, shard):
+        """Seeded values, the same however they are sliced; in blocks of rows, to save memory."""
+        shape = dict(self.shapes())[name]
+        dim, start, stop = shard or (0, 0, shape[0])
+        generator = torch.Generator().manual_seed(self.seed * 2**32 + zlib.crc32(name.encode()))
+        pieces, rows = [], 4096
+        for row in range(0, shape[0], rows):
+            block = torch.empty(min(rows, shape[0] - row), *shape[1:])
+            block.normal_(std=self.config.initializer_range, generator=generator)
+            if dim == 0:
+                block = block[max(start - row, 0) : max(stop - row, 0)]
+            else:
+                block = block[:, start:stop]
+            pieces.append(block.clone())
+        values = torch.cat(pieces)
+        return values + 1 if name.endswith("norm.weight") else values
+
+    def shapes(self):
+        if not hasattr(self, "_shapes"):
+            self._shapes = [(n, tuple(p.shape)) for n, p in self.empty_model().named_parameters()]
+        return self._shapes
+
+    def tokenizer(self):
+        """The model's tokenizer, or None for random weights or a directory without one."""
+        if not self.directory or not (self.directory / "tokenizer.json").exists():
+            return None
+        from transformers import PreTrainedTokenizerFast
+
+        try:
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(self.directory)
+        except Exception as error:
+            raise UserError(f"{self.name}: tokenizer: {' '.join(str(error).split())}") from None
+        if len(tokenizer) > self.config.vocab_size:
+            raise UserError(f"{self.name}: the tokenizer knows {len(tokenizer)} tokens, the model "
+                            f"only {self.config.vocab_size}")  # fmt: skip
+        return tokenizer
+
+
+def is_hub_id(name):
+    """Whether `name` can only be a model on the hub: `org/model`, and no such directory here."""
+    return bool(re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name)) and not (
+        name.startswith("random/") or Path(name).exists()
+    )
+
+
+def download(name, offline=False):
+    """The hub cache's directory with a model's safetensors, configuration and tokenizer."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(
+            name, allow_patterns=["*.safetensors", "*.json"], etag_timeout=5,
+            local_files_only=offline,
+        ))  # fmt: skip
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"--model {name}: neither downloaded nor in the cache ({reason}); "
+                        "give a local directory, or --model tiny") from None  # fmt: skip
+
+
+def find_directory(name):
+    if name == "tiny":
+        return TINY
+    if is_hub_id(name):
+        return download(name, offline=True)  # Run.open_model has fetched it
+    directory = Path(name).expanduser()
+    if not directory.is_dir():
+        raise UserError(f"--model {name}: no such directory (hub ids look like org/model)")
+    return directory
+
+
+def read_settings(directory):
+    """config.json, if it is a Llama's. The library would build a 7B Llama from a GPT-2's."""
+    path = directory / "config.json"
+    try:
+        settings = json.loads(path.read_text())
+    except OSError:
+        raise UserError(f"{directory}: no config.json there") from None
+    except ValueError as error:
+        raise UserError(f"{path}: not valid JSON: {error}") from None
+    if not isinstance(settings, dict) or settings.get("model_type") != "llama":
+        found = settings.get("model_type") if isinstance(settings, dict) else None
+        raise UserError(f"{directory}: a {found} model; this needs model_type llama")
+    # The one compatibility spot: transformers 5 writes the rotary settings as one dict, which
+    # transformers 4 would not read.
+    rope = settings.pop("rope_parameters", None)
+    if rope:
+        settings["rope_theta"] = rope.get("rope_theta", 10000.0)
+        scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+        settings["rope_scaling"] = None if scaling.get("rope_type") == "default" else scaling
+    return settings
+
+
+def index_files(directory):
+    """{tensor name: (file, shape)} of a directory's safetensors, sharded or not."""
+    index = directory / "model.safetensors.index.json"
+    if index.exists():
+        try:
+            names = set(json.loads(index.read_text())["weight_map"].values())
+        except (ValueError, KeyError, AttributeError) as error:
+            raise UserError(f"{index}: damaged index: {error!r}") from None
+    elif (directory / "model.safetensors").exists():
+        names = {"model.safetensors"}
+    elif list(directory.glob("*.bin")):
+        raise UserError(f"{directory}: pickle weights are not loaded; convert to safetensors")
+    else:
+        raise UserError(f"{directory}: no model.safetensors there")
+    files = {}
+    for name in sorted(names):
+        if os.path.basename(name) != name:
+            raise UserError(f"{index}: names {name!r}, which is outside its directory")
+        files |= read_header(directory / name)
+    spare = {path.name for path in directory.glob("model*.safetensors")} - names
+    if spare:
+        raise UserError(f"{directory}: {min(spare)} is not in {index.name}")
+    return files
+
+
+def read_header(path):
+    """{tensor name: (path, shape)} of one safetensors file, checked for truncation and dtypes."""
+    from safetensors import safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            views = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+            for name, view in views.items():
+                if view.get_dtype() not in ("F64", "F32", "F16", "BF16"):
+                    raise UserError(f"{path}: tensor {name} is {view.get_dtype()}, not a float")
+            return {name: (path, tuple(view.get_shape())) for name, view in views.items()}
+    except FileNotFoundError:
+        raise UserError(f"{path}: missing") from None
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"{path}: damaged safetensors file ({error})") from None
+
+
+# ---------------------------------------------------------------- float64
+
+
+def compute_in_float64(model):
+    """Make a float64 model's norms and rotary tables float64; Hugging Face has them in float32.
+
+    Without it a float64 comparison is blunt: the final norm rounds differences below 1e-8 away.
+    Done alike to the reference and to the parallel model. Works on any module.
+    """
+    for name, module in list(model.named_modules()):
+        parent = model.get_submodule(name.rpartition(".")[0])
+        if type(module).__name__ == "LlamaRMSNorm":
+            norm = nn.RMSNorm(module.weight.shape, eps=module.variance_epsilon, device="meta")
+            norm.weight = module.weight
+            setattr(parent, name.rpartition(".")[2], norm)
+        elif type(module).__name__ == "LlamaRotaryEmbedding":
+            setattr(parent, name.rpartition(".")[2], Rotary64(module))
+
+
+class Rotary64(nn.Module):
+    """LlamaRotaryEmbedding with its angles, sines and cosines in float64."""
+
+    def __init__(self, rotary):
+        super().__init__()
+        self.register_buffer("inv_freq", rotary.inv_freq.double(), persistent=False)
+        self.scaling = rotary.attention_scaling
+
+    def forward(self, x, position_ids):
+        """x: for its dtype only; position_ids (B, S) -> cos, sin (B, S, D)."""
+        angles = (position_ids[..., None] * self.inv_freq).repeat(1, 1, 2)
+        return (angles.cos() * self.scaling).to(x.dtype), (angles.sin() * self.scaling).to(x.dtype)

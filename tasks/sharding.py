@@ -1,0 +1,134 @@
+"""Who owns what, and the conjugate collectives between the shares: what five scripts build on.
+
+Shapes as in utils.py: B batch, S sequence, H hidden, N query heads, K key/value heads, P ranks.
+"""
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+# ---------------------------------------------------------------- who owns what
+
+
+def share(items, parts, index):
+    """[start, stop) of share `index` when `items` are dealt to `parts` as evenly as possible."""
+    start = index * (items // parts) + min(index, items % parts)
+    return start, start + items // parts + (index < items % parts)
+
+
+def share_heads(num_heads, num_kv_heads, ranks, rank):
+    """This rank's query heads, its KV heads, and the ranks that hold the same KV heads.
+
+    Query heads g*G .. g*G+G-1 attend to KV head g, G = N/K (GQA, arXiv 2305.13245), so a rank's
+    query heads must bring their KV heads along. Up to K ranks: whole KV groups are dealt out,
+    unevenly if need be. More than K: each group goes to several ranks, which split its query heads
+    and each hold a copy of its one KV head. Returns three (start, stop) pairs.
+    Raises ValueError for more ranks than query heads.
+    """
+    if ranks > num_heads:
+        raise ValueError(f"{num_heads} query heads cannot be split over {ranks} ranks; "
+                         f"use 1 to {num_heads} ranks")  # fmt: skip
+    group_size = num_heads // num_kv_heads
+    if ranks <= num_kv_heads:
+        first, last = share(num_kv_heads, ranks, rank)
+        return (first * group_size, last * group_size), (first, last), (rank, rank + 1)
+    for group in range(num_kv_heads):
+        holders = share(ranks, num_kv_heads, group)
+        if holders[0] <= rank < holders[1]:
+            start, stop = share(group_size, holders[1] - holders[0], rank - holders[0])
+            start, stop = group * group_size + start, group * group_size + stop
+            return (start, stop), (group, group + 1), holders
+    raise AssertionError(rank)
+
+
+def keep_shard(layer, dim, start, stop):
+    """Replace `layer`'s weight by its slice [start, stop) along `dim`, in place.
+
+    layer: nn.Linear or nn.Embedding. With dim 0 (output units, vocabulary rows) a bias is sliced
+    too; with dim 1 (input units) it is left whole. Each parameter remembers its slice as
+    `parameter.shard = (dim, start, stop)`, from which the loader and the checks read it.
+    """
+    for name, full in list(layer.named_parameters(recurse=False)):
+        if dim < full.dim():
+            piece = full.detach().narrow(dim, start, stop - start).clone()
+            shard = nn.Parameter(piece, requires_grad=full.requires_grad)
+            shard.shard = (dim, start, stop)
+            setattr(layer, name, shard)
+    if isinstance(layer, nn.Linear):
+        layer.out_features, layer.in_features = layer.weight.shape
+
+
+def shard_of(parameter):
+    """(dim, start, stop) of a sharded parameter; the whole of dim 0 for any other."""
+    return getattr(parameter, "shard", (0, 0, parameter.shape[0]))
+
+
+# ---------------------------------------------------------------- f and g
+
+
+def all_reduce(tensor, group):
+    """Sum over the ranks of `group`, out of place: autograd may still need the input."""
+    total = tensor.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total
+
+
+class CopyToRanks(torch.autograd.Function):
+    """Megatron's f (arXiv 1909.08053, section 3), in front of column-parallel layers.
+
+            per rank        forward         dgrad
+    x       (..., H)        x               all-reduce(dy)
+
+    Every rank uses the whole x for its own output units, so x's gradient is the sum over ranks.
+    """
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        return all_reduce(grad, ctx.group), None
+
+
+class SumOverRanks(torch.autograd.Function):
+    """Megatron's g, behind row-parallel layers: the conjugate of f.
+
+            per rank        forward         dgrad
+    x       (..., H)        all-reduce(x)   dy
+
+    Every rank's partial sum enters the output once, so each gets the output's whole gradient.
+    """
+
+    @staticmethod
+    def forward(ctx, x, group):
+        return all_reduce(x, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+def copy_to_ranks(x, group):
+    """f: identity; its backward sums the gradient over the ranks of `group`. Any shape."""
+    return CopyToRanks.apply(x, group)
+
+
+def sum_over_ranks(x, group):
+    """g: the sum over the ranks of `group`; its backward is the identity. Any shape."""
+    return SumOverRanks.apply(x, group)
+
+
+class SharedLinear(nn.Linear):
+    """A linear layer that several ranks hold whole, each using its output for other heads.
+
+    It is f applied to the weights: their gradient is the sum over the `holders`, a process group.
+    """
+
+    def forward(self, x):
+        bias = None if self.bias is None else copy_to_ranks(self.bias, self.holders)
+        return F.linear(x, copy_to_ranks(self.weight, self.holders), bias)

@@ -1,0 +1,216 @@
+"""Task 2: a trained Llama, tensor-parallel, in one file.
+
+`tensor_parallelize(model, group)` turns Hugging Face's own LlamaForCausalLM tensor-parallel in
+place and from outside: it slices the weights and puts Megatron's f and g around the blocks. What
+Part 1 and Task 1 show one by one is here together, and a third split with it, the vocabulary:
+
+    ids -> embedding rows V/P -> g -> [ norm -> f -> attention, N/P heads -> g -> + ]
+                                      [ norm -> f -> MLP, F/P units       -> g -> + ] x layers
+           -> norm -> f -> LM head, rows V/P -> logits (B, S, V/P) -> loss from log-sum-exps
+
+    forward: an all-reduce at each g; backward: an all-reduce at each f; (B, S, H) each.
+
+Why split the vocabulary, where the assignment hints at splitting the embedding *dim* H? Llama-3.2
+ties the embedding to the LM head, so one split must serve both. Rows of the vocabulary suit the
+head: its logits come out split by token, and the loss needs three numbers a token from each rank,
+never the whole (B, S, V), which at V = 128256 is the largest tensor of all. Split along H, the
+head would be row-parallel and would all-reduce that very tensor.
+
+    OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 2 tasks/tp_llama.py
+
+checks logits, loss, the gradients of the input embeddings and of all weights against a single-rank
+run of the unmodified model (batch of 2, left padding; a real loss, and a random gradient of the
+logits), continues a prompt greedily, and measures time and memory of both.
+"""
+
+import time
+from functools import partial
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from utils import (
+    SharedLinear,
+    UserError,
+    copy_to_ranks,
+    keep_shard,
+    make_parser,
+    share,
+    share_heads,
+    start,
+    sum_over_ranks,
+)
+
+# ---------------------------------------------------------------- the technique
+
+
+def tensor_parallelize(model, group, vocab_parallel=True):
+    """Make a LlamaForCausalLM tensor-parallel in place, over the ranks of `group`.
+
+                            whole       this rank's
+    q_proj                  (N D, H)    (N/P D, H)      whole heads
+    k_proj, v_proj          (K D, H)    (K/P D, H)      the KV heads that those query heads use
+    o_proj                  (H, N D)    (H, N/P D)
+    gate_proj, up_proj      (F, H)      (F/P, H)
+    down_proj               (H, F)      (H, F/P)
+    embed_tokens, lm_head   (V, H)      (V/P, H)        with vocab_parallel; tied or not
+    norms                   (H,)        (H,)            replicated; gradients equal by themselves
+
+    Shares may be uneven; with more ranks than KV heads each KV head is held by several ranks (see
+    `share_heads`). The model is used as before: logits come out whole, gathered from the ranks,
+    unless `labels` are given: then the loss is computed from the split logits, and
+    `output.logits` is this rank's (B, S, V/P). Works on a model without memory (device meta) too.
+    Raises ValueError for more ranks than query heads.
+    Source: Megatron-LM, arXiv 1909.08053, section 3.
+    """
+    rank, ranks, D = group.rank(), group.size(), model.config.head_dim
+    num_heads, num_kv_heads = model.config.num_attention_heads, model.config.num_key_value_heads
+    queries, keys, holders = share_heads(num_heads, num_kv_heads, ranks, rank)
+    units = share(model.config.intermediate_size, ranks, rank)
+    if ranks > num_kv_heads:
+        members = dist.get_process_group_ranks(group)[slice(*holders)]
+        holders = dist.new_group(members, use_local_synchronization=True)
+
+    def f(module, args, kwargs):
+        args = tuple(copy_to_ranks(x, group) for x in args)
+        if "hidden_states" in kwargs:
+            kwargs = kwargs | {"hidden_states": copy_to_ranks(kwargs["hidden_states"], group)}
+        return args, kwargs
+
+    def g(module, args, y):
+        return sum_over_ranks(y, group)
+
+    for layer in model.model.layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        keep_shard(attention.q_proj, 0, queries[0] * D, queries[1] * D)
+        for projection in attention.k_proj, attention.v_proj:
+            keep_shard(projection, 0, keys[0] * D, keys[1] * D)
+            if ranks > num_kv_heads:
+                projection.__class__, projection.holders = SharedLinear, holders
+        keep_shard(attention.o_proj, 1, queries[0] * D, queries[1] * D)
+        attention.num_key_value_groups = (queries[1] - queries[0]) // (keys[1] - keys[0])
+
+        keep_shard(mlp.gate_proj, 0, *units)
+        keep_shard(mlp.up_proj, 0, *units)
+        keep_shard(mlp.down_proj, 1, *units)
+
+        for block, last in (attention, attention.o_proj), (mlp, mlp.down_proj):
+            block.register_forward_pre_hook(f, with_kwargs=True)
+            last.register_forward_hook(g)
+            if rank != 0:
+                last.bias = None  # it must enter the sum over ranks once: rank 0 adds it
+
+    if vocab_parallel:
+        rows = share(model.config.vocab_size, ranks, rank)
+        embedding, head = model.model.embed_tokens, model.lm_head
+        tied = head.weight is embedding.weight
+        keep_shard(embedding, 0, *rows)
+        if tied:
+            head.weight = embedding.weight
+        else:
+            keep_shard(head, 0, *rows)
+        embedding.__class__ = VocabParallelEmbedding
+        embedding.rows, embedding.group = rows, group
+        head.register_forward_pre_hook(f, with_kwargs=True)
+        model.loss_function = partial(vocab_parallel_loss, rows=rows, group=group)
+        model.register_forward_hook(partial(gather_logits, group=group), with_kwargs=True)
+    return model
+
+
+class VocabParallelEmbedding(nn.Embedding):
+    """Rows [start, stop) of an embedding; a token's row comes from the rank that has it."""
+
+    def forward(self, ids):
+        """ids (B, S) -> (B, S, H): zeros where the row is another rank's, then g."""
+        start, stop = self.rows
+        elsewhere = (ids < start) | (ids >= stop)
+        padding = self.padding_idx  # this token's row gets no gradient, in the whole model too
+        padding = padding - start if padding is not None and start <= padding < stop else None
+        local = F.embedding((ids - start).masked_fill(elsewhere, 0), self.weight, padding)
+        return sum_over_ranks(local.masked_fill(elsewhere[..., None], 0), self.group)
+
+
+class VocabParallelCrossEntropy(torch.autograd.Function):
+    """Cross-entropy of every token from logits that are split over the vocabulary.
+
+                per rank        forward                         dgrad
+    logits      (T, V/P)        log-sum-exp over V/P, and the   softmax - onehot, local
+                                target's logit where it is here
+    loss        (T,)            all-gather of these 2 T numbers
+
+    loss = log-sum-exp over all V - target's logit, and the log-sum-exp over V is that of the
+    ranks' log-sum-exps. Nothing of size V is ever sent or whole. Halves are computed in float32.
+    """
+
+    @staticmethod
+    def forward(ctx, logits, targets, rows, group):
+        start, stop = rows
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        here = ((targets >= start) & (targets < stop)).nonzero()[:, 0]
+        column = targets[here] - start
+        mine = wide.new_zeros(2, len(targets))
+        mine[0] = wide.logsumexp(-1)
+        mine[1, here] = wide[here, column]
+        everyone = mine.new_empty(group.size(), *mine.shape)
+        dist.all_gather_into_tensor(everyone, mine, group=group)
+        lse = everyone[:, 0].logsumexp(0)
+        ctx.save_for_backward(logits, lse, here, column)
+        return lse - everyone[:, 1].sum(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        logits, lse, here, column = ctx.saved_tensors
+        dlogits = (logits - lse[:, None]).exp_()
+        dlogits[here, column] -= 1
+        return dlogits.mul_(grad[:, None]).to(logits.dtype), None, None, None
+
+
+def vocab_parallel_loss(logits, labels, rows, group, ignore_index=-100, **kwargs):
+    """Mean next-token loss, the same on all ranks, from logits (B, S, V/P) and labels (B, S).
+
+    Labels are the input tokens, as for Hugging Face's models; `ignore_index` marks tokens without
+    loss. Without any valid label the loss is 0.
+    """
+    targets = F.pad(labels, (0, 1), value=ignore_index)[:, 1:].flatten()
+    losses = VocabParallelCrossEntropy.apply(logits.flatten(0, 1), targets, rows, group)
+    valid = targets != ignore_index
+    return (losses * valid).sum() / valid.sum().clamp(min=1)
+
+
+class GatherLastDim(torch.autograd.Function):
+    """Shares of the last dim, made whole on every rank.
+
+                per rank        forward         dgrad
+    x           (..., V/P)      (..., V)        this rank's slice of dy
+
+    Every rank computes the same from the whole, so each has the whole's gradient already.
+    """
+
+    @staticmethod
+    def forward(ctx, x, size, group):
+        ctx.rows = share(size, group.size(), group.rank())
+        widest = -(-size // group.size())  # gloo gathers equal shapes: pad the smaller shares
+        mine = F.pad(x, (0, widest - x.shape[-1])).movedim(-1, 0).contiguous()
+        everyone = mine.new_empty(group.size() * widest, *mine.shape[1:])
+        dist.all_gather_into_tensor(everyone, mine, group=group)
+        shares = [share(size, group.size(), rank) for rank in range(group.size())]
+        pieces = [p[: b - a] for p, (a, b) in zip(everyone.split(widest), shares, strict=True)]
+        return torch.cat(pieces).movedim(0, -1).contiguous()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad[..., slice(*ctx.rows)], None, None
+
+
+def gather_logits(model, args, kwargs, output, group):
+    """Forward hook: whole logits, as from the whole model, where no loss was asked for."""
+    if kwargs.get("labels") is None:
+        output.logits = GatherLastDim.apply(output.logits, model.config.vocab_size, group)
+    return output
+
+
+# ---------------------------------------------------------------- what is run with it

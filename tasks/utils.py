@@ -1,0 +1,436 @@
+"""Plumbing that every task script shares: launching, loading, comparing, timing.
+
+The techniques are in the task scripts. What several of them build on comes through here too:
+Megatron's f and g and the dealing out of heads (`sharding.py`), and weights (`loading.py`).
+
+Shapes, in the whole repo: B batch, S sequence, H hidden, N query heads, K key/value heads,
+D head dim, F MLP units, V vocabulary, P ranks. Local sizes are written S/P, N/P and so on, also
+where the shares are uneven. A tensor has dims, a mesh has axes.
+"""
+
+import argparse
+import ctypes
+import datetime
+import faulthandler
+import json
+import os
+import platform
+import re
+import resource
+import signal
+import sys
+import time
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch._tensor_str import printoptions
+
+from loading import (  # noqa: F401 - a task script imports utils alone
+    PRESETS,
+    Rotary64,
+    Source,
+    UserError,
+    compute_in_float64,
+    download,
+    fill,
+    is_hub_id,
+)
+from sharding import (  # noqa: F401
+    SharedLinear,
+    copy_to_ranks,
+    keep_shard,
+    shard_of,
+    share,
+    share_heads,
+    sum_over_ranks,
+)
+
+# Huge pages for large CPU tensors: touching new memory is else slower than most of what is done
+# with it. Read once, when PyTorch allocates for the first time.
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+# Allowed difference as a share of the largest reference value. A parallel run adds the same
+# products in another order, so it is off by a few roundings (6e-8 in float32, 1e-16 in float64)
+# times the square root of the number of additions. bfloat16 is measured instead: see Run.check.
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
+
+
+# ---------------------------------------------------------------- what a user got wrong
+
+
+def fail(message):
+    """Print one `error:` line for the whole job and exit with code 2."""
+    if env_rank():
+        # torchrun ends the job when the first rank exits; if that were this one, rank 0's line
+        # could get lost. Rank 0 sees the same error unless only this rank can see it.
+        time.sleep(10)
+    sys.stdout.flush()
+    print(f"error: {message}", file=sys.stderr, flush=True)
+    os._exit(2)  # at once: an ordinary exit would wait for the process group
+
+
+def env_rank():
+    rank = os.environ.get("RANK", "0")
+    return int(rank) if rank.isdigit() else 0
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse whose messages come once, not once a rank."""
+
+    def error(self, message):
+        fail(f"{message} (see --help)")
+
+    def print_help(self, file=None):
+        if env_rank() == 0:
+            super().print_help(file)
+
+
+def make_parser(doc):
+    """The common flags of every script; `doc` is the script's docstring."""
+    parser = Parser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add(
+        "--model",
+        default="tiny",
+        help="a Llama: a directory, a hub id such as unsloth/Llama-3.2-1B, 'tiny' (the embedded "
+        "trained model), or seeded random weights: "
+        + ", ".join(f"random/{p}" for p in PRESETS)
+        + "; default tiny",
+    )
+    add("--num-layers", type=int, help="keep this many layers of a random/ model; default all")
+    add("--dtype", choices=DTYPES, default="float32", help="of weights; default float32")
+    add(
+        "--device",
+        choices=["auto", "cpu", "cuda"],
+        default="auto",
+        help="auto: CUDA (NCCL) if there is a GPU for each rank, else CPU (gloo); default auto",
+    )
+    add("--seed", type=int, default=1337, help="of random weights and inputs; default 1337")
+    add("--json", metavar="FILE", type=Path, help="write checks and results there; default none")
+    return parser
+
+
+# ---------------------------------------------------------------- starting and ending
+
+
+@contextmanager
+def start(args, timeout_s=600):
+    """Start the process group, yield a `Run`, and end the job by the contract.
+
+    Works under torchrun and, as world size 1, without it. Ends with `Tests passed` when all checks
+    passed; a `UserError` becomes one error line and exit code 2. A rank that waits `timeout_s`
+    seconds in a collective gives up.
+    """
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # kill -USR1: where does it hang?
+    world_size = read_environment()
+    check_writable(args.json)
+    device, notice = choose_device(args.device)
+    if world_size == 1:
+        store, rank = dist.HashStore(), 0
+        notice = notice or "1 rank: nothing is split; start more with torchrun --nproc_per_node"
+    else:
+        if sys.platform == "linux":  # torchrun killed: its workers would live on, in own sessions
+            ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # 1 = PR_SET_PDEATHSIG
+        store, rank, _ = next(dist.rendezvous("env://"))
+        # torchrun keeps one store for all its attempts; a restarted rank must not read the dead
+        # attempt's addresses (pytorch issue 135712).
+        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        store=store,
+        rank=rank,
+        world_size=world_size,
+        timeout=datetime.timedelta(seconds=timeout_s),
+        device_id=device if device.type == "cuda" else None,
+    )
+    run = Run(args, device)
+    if notice and rank == 0:
+        print(f"note: {notice}", flush=True)
+    run.print_in_order(f"Initialized rank={rank}")
+    try:
+        yield run
+    except UserError as error:
+        fail(error)
+    run.write_json()
+    run.print_in_order(f"Tests passed (rank={rank})")
+    dist.destroy_process_group()
+
+
+def read_environment():
+    """The world size that torchrun set, or 1 without torchrun."""
+    names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"]
+    missing = [name for name in names if not os.environ.get(name)]
+    if len(missing) == len(names):
+        return 1
+    if missing:
+        fail(f"{', '.join(n for n in names if n not in missing)} set, but not "
+             f"{', '.join(missing)}: unset them, or start with torchrun --standalone")  # fmt: skip
+    return int(os.environ["WORLD_SIZE"])
+
+
+def check_writable(path):
+    """Refuse an output file that cannot be written, before any work is done."""
+    if path is None:
+        return
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        fail(f"--json {path}: must be a file in an existing directory")
+    if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        fail(f"--json {path}: not writable")
+
+
+def choose_device(wanted):
+    """This rank's device, and a notice if it is not what one would expect."""
+    gpus, local = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if wanted == "cuda" and not gpus:
+        fail("--device cuda: PyTorch sees no GPU; use --device cpu")
+    if wanted == "cpu" or not gpus:
+        return torch.device("cpu"), None
+    if gpus < local:
+        notice = f"{local} ranks but {gpus} GPU(s) on this machine: running on CPU with gloo"
+        return torch.device("cpu"), notice
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    return device, None
+
+
+# ---------------------------------------------------------------- the run
+
+
+class Run:
+    """One run of a script: where it runs, what it checked, and what it measured.
+
+    Attributes: `args`, `rank`, `world_size`, `group` (all ranks), `device`, `dtype`, `results`
+    (goes to the JSON file). Every method is called by all ranks together.
+    """
+
+    def __init__(self, args, device):
+        self.args, self.device, self.dtype = args, device, DTYPES[args.dtype]
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.group = dist.group.WORLD
+        self.checks, self.results = [], {}
+        torch.manual_seed(args.seed)
+
+    def print_in_order(self, text):
+        """Every rank prints its own text, rank 0 first."""
+        for rank in range(self.world_size):
+            if rank == self.rank:
+                print(text, flush=True)
+            dist.barrier()
+
+    def show(self, name, tensor, ranks="all"):
+        """Print `name (rank=r): tensor([first, ..., last])`, on every rank or on rank 0 alone."""
+        if ranks == "all":
+            self.print_in_order(f"{name} (rank={self.rank}): {brief(tensor)}")
+        elif self.rank == 0:
+            print(f"{name} (rank=0): {brief(tensor)}", flush=True)
+
+    def say(self, text):
+        """Print on rank 0."""
+        if self.rank == 0:
+            print(text, flush=True)
+
+    def from_rank0(self, value):
+        """Rank 0's tensor, number or object, on every rank; the others pass None or their own."""
+        is_tensor = torch.is_tensor(value)
+        note = [(value.shape, value.dtype) if is_tensor else value, is_tensor]
+        dist.broadcast_object_list(note, src=0, device=self.device)
+        if not note[1]:
+            return note[0]
+        shape, dtype = note[0]
+        if self.rank == 0:
+            tensor = value.detach().to(self.device).contiguous()
+        else:
+            tensor = torch.empty(shape, dtype=dtype, device=self.device)
+        dist.broadcast(tensor, src=0)
+        return tensor
+
+    def check(self, name, pairs, tolerance=None, also=None):
+        """Compare on every rank, tell all ranks, print one line; a failure ends the job, exit 1.
+
+        pairs: (actual, reference), tensors of one shape, or (actual, reference, exact) where
+        `exact` is the float32 reference of a bfloat16 run.
+        tolerance: absolute bound; default `TOLERANCE` times the largest reference value. With
+        `exact` the difference is taken from that, and may be twice the reference's own.
+        also: a stricter bound whose verdict is printed too.
+        The line shows the rank and the pair whose difference came closest to its tolerance.
+        """
+        worst = {"ratio": -1.0}
+        for actual, reference, *exact in pairs:
+            assert actual.shape == reference.shape, (name, actual.shape, reference.shape)
+            target = exact[0] if exact else reference
+            value, mean = difference(actual, target)
+            largest = reference.abs().max().item()
+            bound = tolerance
+            if exact:
+                bound = 2 * difference(reference, target)[0]
+            elif bound is None:
+                bound = TOLERANCE[reference.dtype] * largest
+            ratio = value / bound if bound else float("inf") if value else 0.0
+            ratio = float("inf") if ratio != ratio else ratio  # NaN must not pass
+            if ratio > worst["ratio"]:
+                worst = {"ratio": ratio, "max_abs_diff": value, "mean_abs_diff": mean,
+                         "max_abs_reference": largest, "tolerance": bound}  # fmt: skip
+        everyone = [None] * self.world_size
+        dist.all_gather_object(everyone, worst)
+        rank = max(range(self.world_size), key=lambda r: everyone[r]["ratio"])
+        worst = everyone[rank]
+        passed = worst.pop("ratio") <= 1
+        self.checks.append({"name": name, **worst, "passed": passed})
+        value, bound = worst["max_abs_diff"], worst["tolerance"]
+        if not passed:
+            self.say(f"FAILED {name} (rank={rank}): max|diff| {value:.1e} > tolerance {bound:.1e}")
+            self.write_json()
+            dist.barrier()
+            os._exit(1)
+        verdict = f"; within {also:.0e}: {'yes' if value <= also else 'no'}" if also else ""
+        self.say(f"check {name}: max|diff| {value:.1e}, mean|diff| {worst['mean_abs_diff']:.1e}, "
+                 f"tolerance {bound:.1e} (rank={rank}): ok{verdict}")  # fmt: skip
+
+    def check_same_bits(self, name, tensor):
+        """All ranks hold the same bits: what a reduction must give, and what replicas must keep."""
+        self.check(name, [(tensor, self.from_rank0(tensor))], tolerance=0.0)
+
+    def check_gradients(self, title, module, reference, only=lambda name: True):
+        """Compare every parameter's gradient with this rank's slice of the reference's.
+
+        module: this rank's share; reference: the whole module, or None on other ranks than 0.
+        Parameters of one kind, one in each layer, make one check.
+        """
+        mine = dict(module.named_parameters())
+        whole = dict(reference.named_parameters()) if reference is not None else {}
+        kinds = {}
+        for name in self.from_rank0([name for name in whole if only(name)]):
+            kinds.setdefault(re.sub(r"layers\.\d+\.", "layers.*.", name), []).append(name)
+
+        def pairs(names):
+            for name in names:
+                expected = self.from_rank0(whole[name].grad if whole else None)
+                if name in mine:  # a row-parallel layer's bias is on rank 0 only
+                    dim, start, stop = shard_of(mine[name])
+                    yield mine[name].grad, expected.narrow(dim, start, stop - start)
+
+        for kind, names in kinds.items():
+            self.check(f"{title} {kind} grad", pairs(names))
+
+    def place(self, module):
+        """A module on the run's device and in its dtype."""
+        module = module.to(self.device, self.dtype)
+        if self.dtype == torch.float64:
+            compute_in_float64(module)
+        return module
+
+    def deal(self, module):
+        """read(name, shard) for `fill`: slices of a module that rank 0 alone has."""
+
+        def read(name, shard):
+            dim, start, stop = shard
+            whole = self.from_rank0(module.get_parameter(name) if self.rank == 0 else None)
+            return whole.narrow(dim, start, stop - start).clone()
+
+        return read
+
+    def together(self, function):
+        """function() on every rank; a UserError on one of them is raised on all."""
+        result = error = None
+        try:
+            result = function()
+        except UserError as failure:
+            error = str(failure)
+        errors = [None] * self.world_size
+        dist.all_gather_object(errors, error)
+        if any(errors):
+            raise UserError(next(filter(None, errors)))
+        return result
+
+    def open_model(self):
+        """The `Source` that --model names; one rank of each machine downloads a hub model."""
+        name = self.args.model
+        if is_hub_id(name):
+            first_here = os.environ.get("LOCAL_RANK", "0") == "0"
+            self.together(lambda: download(name) if first_here else None)
+        return self.together(lambda: Source(name, self.args.num_layers, self.args.seed))
+
+    def synchronize(self):
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def measure(self, contenders, repeats, warmup=2):
+        """Seconds of the slowest rank, {contender: {phase: [s, ...]}}, the contenders interleaved.
+
+        contenders: {name: function}; a function yields a phase's name when the phase is done.
+        Every rank runs every contender; a single-rank one yields at once on the other ranks.
+        """
+        seconds = {name: {} for name in contenders}
+        for i in range(warmup + repeats):
+            for name, function in contenders.items():
+                dist.barrier()
+                self.synchronize()
+                begin = time.perf_counter()
+                for phase in function():
+                    self.synchronize()
+                    lap = torch.tensor(time.perf_counter() - begin, device=self.device)
+                    dist.all_reduce(lap, op=dist.ReduceOp.MAX)
+                    if i >= warmup:
+                        seconds[name].setdefault(phase, []).append(lap.item())
+                    begin = time.perf_counter()
+        return seconds
+
+    def reset_peak_memory(self):
+        """Start measuring `peak_memory` anew, if the system can."""
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        else:
+            with suppress(OSError):
+                Path("/proc/self/clear_refs").write_text("5")
+
+    def peak_memory(self):
+        """Largest memory since the last reset, bytes of every rank: of the device, or resident."""
+        if self.device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated()
+        elif sys.platform == "linux":
+            status = Path("/proc/self/status").read_text()
+            peak = 1024 * int(re.search(r"VmHWM:\s+(\d+)", status)[1])
+        else:
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS
+        peaks = [None] * self.world_size
+        dist.all_gather_object(peaks, peak)
+        return peaks
+
+    def write_json(self):
+        """Write the record to --json, whole or not at all."""
+        path = self.args.json
+        if path is None or self.rank:
+            return
+        import peft
+        import transformers
+
+        record = {
+            "task": Path(sys.argv[0]).stem, "world_size": self.world_size,
+            "backend": dist.get_backend(), "device": self.device.type, "dtype": self.args.dtype,
+            "model": self.args.model,
+            "versions": {"python": platform.python_version(), "torch": torch.__version__,
+                         "transformers": transformers.__version__, "peft": peft.__version__},
+            "checks": self.checks, "results": self.results,
+        }  # fmt: skip
+        part = path.with_name(path.name + ".tmp")
+        part.write_text(json.dumps(record, indent=1) + "\n")
+        os.replace(part, path)
+
+
+def difference(a, b):
+    """Largest and mean |a - b|; in pieces, since the tensors may be most of the memory."""
+    largest, total = 0.0, 0.0
+    for x, y in zip(a.detach().flatten().split(2**20), b.flatten().split(2**20), strict=True):
+        diff = (x.to(torch.promote_types(x.dtype, torch.float32)) - y).abs()
+        largest = max(largest, diff.max().item()) if largest == largest else largest
+        total += diff.sum().item()
+    return largest, total / max(a.numel(), 1)
+
+
+def brief(tensor):
+    """A tensor's first and last three values, flat, as the assignment prints them."""
+    values = tensor.detach().cpu().flatten()
+    with printoptions(precision=4, edgeitems=3, threshold=6, linewidth=120, sci_mode=False):
+        return str(values)
