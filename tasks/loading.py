@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from sharding import shard_of
+from sharding import UserError, shard_of
 
 TINY = Path(__file__).resolve().parent / "tiny_llama"
 LLAMA3_ROPE = {
@@ -37,10 +37,6 @@ PRESETS = {
         rms_norm_eps=1e-5, rope_theta=500000.0, rope_scaling=LLAMA3_ROPE | {"factor": 8.0},
     ),
 }  # fmt: skip
-
-
-class UserError(Exception):
-    """Bad input. Ends the job with one `error: ...` line and exit code 2, without a traceback."""
 
 
 # ---------------------------------------------------------------- sources of weights

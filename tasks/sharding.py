@@ -12,6 +12,10 @@ from torch.autograd.function import once_differentiable
 # ---------------------------------------------------------------- who owns what
 
 
+class UserError(ValueError):
+    """Bad input. Ends the job with one `error: ...` line and exit code 2, without a traceback."""
+
+
 def share(items, parts, index):
     """[start, stop) of share `index` when `items` are dealt to `parts` as evenly as possible."""
     start = index * (items // parts) + min(index, items % parts)
@@ -25,11 +29,10 @@ def share_heads(num_heads, num_kv_heads, ranks, rank):
     query heads must bring their KV heads along. Up to K ranks: whole KV groups are dealt out,
     unevenly if need be. More than K: each group goes to several ranks, which split its query heads
     and each hold a copy of its one KV head. Returns three (start, stop) pairs.
-    Raises ValueError for more ranks than query heads.
+    Raises UserError for more ranks than query heads.
     """
     if ranks > num_heads:
-        raise ValueError(f"{num_heads} query heads cannot be split over {ranks} ranks; "
-                         f"use 1 to {num_heads} ranks")  # fmt: skip
+        raise UserError(f"{num_heads} query heads: use 1 to {num_heads} ranks, not {ranks}")
     group_size = num_heads // num_kv_heads
     if ranks <= num_kv_heads:
         first, last = share(num_kv_heads, ranks, rank)
@@ -73,6 +76,13 @@ def all_reduce(tensor, group):
     total = tensor.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group)
     return total
+
+
+def all_gather(tensor, group):
+    """Every rank's tensor, all of one shape: (P, *shape), the same on all ranks of `group`."""
+    everyone = tensor.new_empty(group.size() * len(tensor), *tensor.shape[1:])
+    dist.all_gather_into_tensor(everyone, tensor.contiguous(), group=group)
+    return everyone.view(group.size(), *tensor.shape)
 
 
 class CopyToRanks(torch.autograd.Function):

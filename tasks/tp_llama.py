@@ -23,7 +23,7 @@ run of the unmodified model (batch of 2, left padding; a real loss, and a random
 logits), continues a prompt greedily, and measures time and memory of both.
 """
 
-import time
+import argparse
 from functools import partial
 
 import torch
@@ -34,12 +34,15 @@ from torch.autograd.function import once_differentiable
 
 from utils import (
     SharedLinear,
-    UserError,
+    add_model_flags,
+    all_gather,
     copy_to_ranks,
     keep_shard,
     make_parser,
+    plain_loss,
     share,
     share_heads,
+    show_model,
     start,
     sum_over_ranks,
 )
@@ -63,10 +66,11 @@ def tensor_parallelize(model, group, vocab_parallel=True):
     `share_heads`). The model is used as before: logits come out whole, gathered from the ranks,
     unless `labels` are given: then the loss is computed from the split logits, and
     `output.logits` is this rank's (B, S, V/P). Works on a model without memory (device meta) too.
-    Raises ValueError for more ranks than query heads.
+    Raises UserError for more ranks than query heads.
     Source: Megatron-LM, arXiv 1909.08053, section 3.
     """
-    rank, ranks, D = group.rank(), group.size(), model.config.head_dim
+    rank, ranks = group.rank(), group.size()
+    D = model.model.layers[0].self_attn.head_dim
     num_heads, num_kv_heads = model.config.num_attention_heads, model.config.num_key_value_heads
     queries, keys, holders = share_heads(num_heads, num_kv_heads, ranks, rank)
     units = share(model.config.intermediate_size, ranks, rank)
@@ -154,8 +158,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         mine = wide.new_zeros(2, len(targets))
         mine[0] = wide.logsumexp(-1)
         mine[1, here] = wide[here, column]
-        everyone = mine.new_empty(group.size(), *mine.shape)
-        dist.all_gather_into_tensor(everyone, mine, group=group)
+        everyone = all_gather(mine, group)  # (P, 2, T)
         lse = everyone[:, 0].logsumexp(0)
         ctx.save_for_backward(logits, lse, here, column)
         return lse - everyone[:, 1].sum(0)
@@ -169,16 +172,20 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         return dlogits.mul_(grad[:, None]).to(logits.dtype), None, None, None
 
 
-def vocab_parallel_loss(logits, labels, rows, group, ignore_index=-100, **kwargs):
+def vocab_parallel_loss(
+    logits, labels, rows, group, ignore_index=-100, num_items_in_batch=None, **kwargs
+):
     """Mean next-token loss, the same on all ranks, from logits (B, S, V/P) and labels (B, S).
 
-    Labels are the input tokens, as for Hugging Face's models; `ignore_index` marks tokens without
-    loss. Without any valid label the loss is 0.
+    Takes the place of Hugging Face's loss: labels are the input tokens and are shifted here,
+    `ignore_index` marks tokens without loss, and the mean is over the rest or, as its Trainer
+    wants it, over `num_items_in_batch`. Without any valid label the loss is 0.
     """
     targets = F.pad(labels, (0, 1), value=ignore_index)[:, 1:].flatten()
     losses = VocabParallelCrossEntropy.apply(logits.flatten(0, 1), targets, rows, group)
     valid = targets != ignore_index
-    return (losses * valid).sum() / valid.sum().clamp(min=1)
+    count = valid.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
+    return losses.masked_fill(~valid, 0).sum() / count
 
 
 class GatherLastDim(torch.autograd.Function):
@@ -193,13 +200,11 @@ class GatherLastDim(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, size, group):
         ctx.rows = share(size, group.size(), group.rank())
-        widest = -(-size // group.size())  # gloo gathers equal shapes: pad the smaller shares
-        mine = F.pad(x, (0, widest - x.shape[-1])).movedim(-1, 0).contiguous()
-        everyone = mine.new_empty(group.size() * widest, *mine.shape[1:])
-        dist.all_gather_into_tensor(everyone, mine, group=group)
+        widest = -(-size // group.size())  # all ranks must send alike: pad the smaller shares
+        padded = F.pad(x, (0, widest - x.shape[-1])).movedim(-1, 0)
         shares = [share(size, group.size(), rank) for rank in range(group.size())]
-        pieces = [p[: b - a] for p, (a, b) in zip(everyone.split(widest), shares, strict=True)]
-        return torch.cat(pieces).movedim(0, -1).contiguous()
+        pieces = zip(all_gather(padded, group), shares, strict=True)
+        return torch.cat([p[: stop - start] for p, (start, stop) in pieces]).movedim(0, -1)
 
     @staticmethod
     def backward(ctx, grad):
@@ -213,4 +218,35 @@ def gather_logits(model, args, kwargs, output, group):
     return output
 
 
-# ---------------------------------------------------------------- what is run with it
+# ---------------------------------------------------------------- what is shown with it
+
+
+def main():
+    parser = make_parser(__doc__)
+    add_model_flags(parser)
+    parser.add_argument(
+        "--vocab-parallel",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="split embedding and LM head over the ranks too; default yes",
+    )
+    args = parser.parse_args()
+    with start(args) as run:
+
+        def parallelize(model):
+            tensor_parallelize(model, run.group, args.vocab_parallel)
+
+        def loss(model, labels, **inputs):
+            return model(**inputs, labels=labels).loss
+
+        def whole_logits(logits):
+            return GatherLastDim.apply(logits, run.source.config.vocab_size, run.group)
+
+        if args.vocab_parallel:
+            show_model(run, parallelize, loss, whole_logits)
+        else:
+            show_model(run, parallelize, plain_loss, lambda logits: logits)
+
+
+if __name__ == "__main__":
+    main()

@@ -39,6 +39,7 @@ from utils import (
     fill,
     keep_shard,
     make_parser,
+    positive,
     share,
     start,
     sum_over_ranks,
@@ -102,9 +103,9 @@ def step(block, x, upstream=None, recompute=False):
     recompute: keep no activations of the block but its input, and run it again in the backward.
     """
     block.zero_grad()
-    x = x.clone().requires_grad_()
+    x = x.to(block.norm.weight.dtype, copy=True).requires_grad_()
     y = checkpoint(block, x, use_reentrant=False) if recompute else block(x)
-    y.backward(torch.ones_like(y) if upstream is None else upstream)
+    y.backward(torch.ones_like(y) if upstream is None else upstream.to(y.dtype))
     return y.detach(), x.grad
 
 
@@ -113,26 +114,27 @@ def compare(run, title, reference, parallel, x):
 
     Returns the parallel output and input gradient under .sum().
     """
+    references = run.references(reference)
     # As the assignment has it: .sum() as the loss.
-    expected_y, expected_x_grad = step(reference, x) if reference else (None, None)
     y, x_grad = step(parallel, x)
+    expected_y, expected_x_grad = run.expect(lambda block: step(block, x), references)
     run.say(f"--- {title}")
-    run.show("Reference outputs", expected_y, ranks="0")
+    run.show("Reference outputs", expected_y[0], ranks="0")
     run.show("TParallel outputs", y)
-    run.show("Reference input grad", expected_x_grad, ranks="0")
+    run.show("Reference input grad", expected_x_grad[0], ranks="0")
     run.show("TParallel input grad", x_grad)
-    run.check(f"{title} output", [(y, run.from_rank0(expected_y))], also=1e-6)
-    run.check(f"{title} input grad", [(x_grad, run.from_rank0(expected_x_grad))], also=1e-6)
+    run.check(f"{title} output", [(y, *expected_y)], also=1e-6)
+    run.check(f"{title} input grad", [(x_grad, *expected_x_grad)], also=1e-6)
     run.check_same_bits(f"{title} output, same bits on all ranks", y)
     run.check_same_bits(f"{title} norm grad, same bits on all ranks", parallel.norm.weight.grad)
 
     # Every gradient, with a random gradient of the output, which no symmetry can hide behind.
     torch.manual_seed(run.args.seed)
     upstream = torch.randn_like(x)
-    expected = step(reference, x, upstream)[1] if reference else None
-    pairs = [(step(parallel, x, upstream)[1], run.from_rank0(expected))]
-    run.check(f"{title}, random upstream: input grad", pairs)
-    run.check_gradients(f"{title}, random upstream:", parallel, reference)
+    actual = step(parallel, x, upstream)[1]
+    (expected,) = run.expect(lambda block: step(block, x, upstream)[1:], references)
+    run.check(f"{title}, random upstream: input grad", [(actual, *expected)])
+    run.check_gradients(f"{title}, random upstream:", parallel, references)
 
     # Recomputed in the backward, with dropout: it has to drop the same values again.
     parallel.dropout, results = 0.5, []
@@ -147,20 +149,22 @@ def compare(run, title, reference, parallel, x):
 
 def main():
     parser = make_parser(__doc__)
-    parser.add_argument("--hidden-size", type=int, default=4096, help="H; default 4096")
-    parser.add_argument("--intermediate-size", type=int, default=14336, help="F; default 14336")
+    parser.add_argument("--hidden-size", type=positive, default=4096, help="default 4096")
+    parser.add_argument(
+        "--intermediate-size", type=positive, default=14336, help="F; default 14336"
+    )
     args = parser.parse_args()
     with start(args) as run:
         # The first MLP of --model, with its own sizes and weights.
-        source = run.open_model()
+        config = run.source.config
 
         def read(name, shard=None):
             name = name.replace("norm", "post_attention_layernorm")
-            return source.read(f"model.layers.0.{name}", shard)
+            return run.source.read(f"model.layers.0.{name}", shard)
 
-        reference = load_block(run, source.config, read) if run.rank == 0 else None
-        parallel = run.together(lambda: load_block(run, source.config, read, run.group))
-        x = torch.randn(2, 5, source.config.hidden_size, dtype=torch.float32)
+        reference = load_block(run, config, read) if run.rank == 0 else None
+        parallel = run.together(lambda: load_block(run, config, read, run.group))
+        x = torch.randn(2, 5, config.hidden_size, dtype=torch.float32)
         compare(run, args.model, reference, parallel, run.from_rank0(x).to(run.dtype))
 
         # The assignment's block: rank 0 builds it and deals out the shards.
@@ -172,7 +176,8 @@ def main():
             x = torch.randn(1, args.hidden_size, dtype=torch.float32)
         parallel = load_block(run, config, run.deal(reference), run.group)
         y, x_grad = compare(run, "assignment", reference, parallel, run.from_rank0(x).to(run.dtype))
-        if (args.hidden_size, args.intermediate_size, args.seed) == (4096, 14336, 1337):
+        demo = (args.hidden_size, args.intermediate_size, args.seed) == (4096, 14336, 1337)
+        if demo and run.dtype != torch.bfloat16:
             for name, actual, golden in (
                 ("output", y, GOLDEN_OUTPUTS),
                 ("input grad", x_grad, GOLDEN_INPUT_GRAD),

@@ -1,0 +1,72 @@
+"""Time and memory, measured so that the numbers mean something.
+
+Contenders are interleaved in one run, the device is synchronised, the slowest rank counts, and what
+is quoted is the median of the ratios of neighbouring measurements.
+"""
+
+import ctypes
+import gc
+import re
+import resource
+import statistics
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+
+def interleave(run, contenders, repeats, warmup=2):
+    """Seconds of the slowest rank: {contender: {phase: [s, ...]}}, in turns, after a warm-up.
+
+    contenders: {name: function}; a function yields a phase's name when the phase is done. All
+    ranks run all contenders; in one that is rank 0's alone, the others yield at once.
+    """
+    seconds = {name: {} for name in contenders}
+    for turn in range(warmup + repeats):
+        for name, function in contenders.items():
+            dist.barrier()
+            run.synchronize()
+            begin = time.perf_counter()
+            for phase in function():
+                run.synchronize()
+                lap = torch.tensor(time.perf_counter() - begin, device=run.device)
+                dist.all_reduce(lap, op=dist.ReduceOp.MAX)
+                if turn >= warmup:
+                    seconds[name].setdefault(phase, []).append(lap.item())
+                begin = time.perf_counter()
+    return seconds
+
+
+def median_ratio(ours, theirs):
+    """Median, least and largest of the ratios of measurements taken in turns."""
+    ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
+    return statistics.median(ratios), min(ratios), max(ratios)
+
+
+def peak_memory(run, function):
+    """Largest memory of every rank while it runs function(), in bytes, and of none before.
+
+    On CUDA what tensors held, on CPU the resident memory of the process, interpreter included.
+    """
+    gc.collect()
+    on_gpu = run.device.type == "cuda"
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    elif sys.platform == "linux":
+        ctypes.CDLL(None).malloc_trim(0)  # give back what is free before counting
+        with suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")  # 5: start the high-water mark anew
+    function()
+    if on_gpu:
+        peak = torch.cuda.max_memory_allocated()
+    elif sys.platform == "linux":
+        status = Path("/proc/self/status").read_text()
+        peak = 1024 * int(re.search(r"VmHWM:\s+(\d+)", status)[1])
+    else:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS
+    peaks = [None] * run.world_size
+    dist.all_gather_object(peaks, peak)
+    return peaks

@@ -1,0 +1,248 @@
+"""What every script that parallelizes a whole Llama shows: the same checks, text, time and memory.
+
+The reference is always the unmodified model, run by rank 0 alone on the same weights and inputs.
+"""
+
+import argparse
+import statistics
+
+import torch
+import torch.nn.functional as F
+
+from loading import UserError
+from measuring import interleave, median_ratio, peak_memory
+
+TEXT = """The model reads these lines to be checked on something like language. A river does not
+hurry; it arrives all the same. Anna counted the boats on the water, seven in the morning and four
+in the evening, and wondered where the other three had gone. "They will be back on Sunday," said
+her father, who had once been a sailor and knew the habits of boats. """
+
+
+def positive(text):
+    """argparse type: a whole number above 0."""
+    if not text.isdigit() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"must be a whole number above 0, not {text!r}")
+    return int(text)
+
+
+def add_model_flags(parser):
+    """The flags of a script that calls `show_model`."""
+    add = parser.add_argument
+    add("--batch-size", type=positive, default=2, help="sequences in the checks; default 2")
+    add("--seq-len", type=positive, default=64, help="tokens a sequence; default 64")
+    add("--prompt", default="A quick brown fox", help="text to continue; default '%(default)s'")
+    add("--new-tokens", type=positive, default=10, help="tokens to continue it by; default 10")
+    add(
+        "--repeats",
+        type=int,
+        default=7,
+        help="timed steps of each contender, after 2 to warm up; 0: measure nothing; default 7",
+    )
+
+
+def show_model(run, parallelize, loss, whole_logits):
+    """Check --model, continue the prompt with it, and measure it.
+
+    parallelize(model): shards a LlamaForCausalLM in place. loss(model, labels, **inputs): the
+    parallel model's mean loss. whole_logits(logits): an LM head's output, whole on every rank.
+    """
+    args, source = run.args, run.source
+    tokenizer = run.together(source.tokenizer)
+    prompt = encode_prompt(run, source, tokenizer)
+    batch = make_batch(run, source, tokenizer)
+    reference = source.load_model(run.dtype, run.device) if run.rank == 0 else None
+    references = run.references(reference)
+    parallel = run.together(lambda: source.load_model(run.dtype, run.device, parallelize))
+    check_model(run, source, parallel, references, batch, loss)
+    continue_prompt(run, tokenizer, prompt, parallel, references, whole_logits)
+    del references
+    if args.repeats > 0:
+        measure_time(run, reference, parallel, batch[0])
+        del reference, parallel
+        measure_memory(run, source, parallelize, batch[0])
+
+
+def encode_prompt(run, source, tokenizer):
+    """The tokens of --prompt, (1, S)."""
+    args, limit = run.args, source.config.max_position_embeddings
+    tokens = tokenizer(args.prompt)["input_ids"] if tokenizer else list(range(1, 6))
+    if not tokens:
+        raise UserError("--prompt is empty: give at least one word")
+    if len(tokens) + args.new_tokens > limit:
+        raise UserError(f"--prompt has {len(tokens)} tokens and --new-tokens adds "
+                        f"{args.new_tokens}, but {source.name} takes {limit}")  # fmt: skip
+    if max(tokens) >= source.config.vocab_size:
+        raise UserError(f"--prompt has token {max(tokens)}, but {source.name} has only "
+                        f"{source.config.vocab_size}")  # fmt: skip
+    if not tokenizer:
+        run.say(f"note: {source.name} has no tokenizer: the prompt is tokens {tokens}")
+    return torch.tensor([tokens], device=run.device)
+
+
+def make_batch(run, source, tokenizer):
+    """ids, attention mask, labels, (B, S) each: `TEXT`, or random tokens without a tokenizer.
+
+    The last of several sequences is a third shorter and padded on the left, where only the mask
+    keeps the padding from being attended to.
+    """
+    if run.args.seq_len < 2:
+        raise UserError("--seq-len 1: the loss needs a next token; use 2 or more")
+    ids = torch.randint(source.config.vocab_size, (run.args.batch_size, run.args.seq_len))
+    if tokenizer:
+        words = torch.tensor(tokenizer(TEXT)["input_ids"])
+        ids = words.repeat(-(-ids.numel() // len(words)))[: ids.numel()].view_as(ids)
+    mask = torch.ones_like(ids)
+    if len(ids) > 1:
+        mask[-1, : ids.shape[1] // 3] = 0
+    return tuple(run.from_rank0(t) for t in (ids, mask, ids.masked_fill(mask == 0, -100)))
+
+
+def plain_loss(model, labels, **inputs):
+    """The unmodified model's mean loss. (Hugging Face's own is float32 even in float64.)"""
+    logits = model(**inputs).logits[:, :-1]
+    return F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
+
+
+def step(model, ids, mask, function):
+    """Forward and backward of function(model, inputs) -> (a result, the scalar to go back from).
+
+    Returns the result and the gradient of the input embeddings, (B, S, H). The gradients of the
+    weights stay in the model.
+    """
+    model.zero_grad()
+    embeds = model.get_input_embeddings()(ids)
+    embeds.retain_grad()
+    result, scalar = function(model, dict(inputs_embeds=embeds, attention_mask=mask))
+    scalar.backward()
+    return result.detach(), embeds.grad
+
+
+def check_model(run, source, parallel, references, batch, loss):
+    """Compare embeddings, logits, loss, and all gradients with the single-rank run's.
+
+    Gradients come from the loss, and from a random gradient of the logits.
+    """
+    ids, mask, labels = batch
+    torch.manual_seed(run.args.seed)
+    upstream = torch.randn(*ids.shape, source.config.vocab_size, dtype=torch.float32)
+    upstream = upstream.to(run.device) * mask[..., None]  # no loss comes from padding
+    last = source.config.num_hidden_layers - 1
+    large = sum(p.numel() for p in source.empty_model().parameters()) > 100e6
+    some = [f"layers.{i}." for i in (0, last // 2, last)]
+
+    def only(name):  # of a large model, the first, middle and last layer's
+        return not large or "layers." not in name or any(part in name for part in some)
+
+    def from_logits(model, inputs):
+        logits = model(**inputs).logits
+        return logits, (logits * upstream).sum()
+
+    def from_loss(model, inputs):
+        value = (loss if model is parallel else plain_loss)(model, labels, **inputs)
+        return value, value
+
+    with torch.no_grad():
+        (expected,) = run.expect(lambda m: [m.get_input_embeddings()(ids)], references)
+        actual = parallel.get_input_embeddings()(ids)
+        run.check("embeddings", [(actual, expected[0])], tolerance=0.0)  # copied: exact
+
+    for name, function in ("logits", from_logits), ("loss", from_loss):
+        actual, grad = step(parallel, ids, mask, function)
+        expected, expected_grad = run.expect(
+            lambda model, function=function: step(model, ids, mask, function), references
+        )
+        shown = "outputs" if name == "logits" else "loss"
+        where = (0, -1) if name == "logits" else ()
+        run.show(f"Reference {shown}", expected[0][where], ranks="0")
+        run.show(f"TParallel {shown}", actual[where])
+        run.show("Reference input grad", expected_grad[0][0], ranks="0")
+        run.show("TParallel input grad", grad[0])
+        run.check(name, [(actual, *expected)])
+        run.check_same_bits(f"{name}, same bits on all ranks", actual)
+        run.check(f"{name}: input embeddings grad", [(grad, *expected_grad)])
+        run.check_gradients(f"{name}:", parallel, references, only)
+        norms = [p.grad for n, p in parallel.named_parameters() if "norm" in n]
+        run.check_same_bits(f"{name}: norm grads, same bits on all ranks", torch.cat(norms))
+
+
+@torch.no_grad()
+def generate(model, ids, new_tokens, whole_logits):
+    """Continue ids (B, S) greedily, recomputing everything for each token: (B, S + new_tokens)."""
+    for _ in range(new_tokens):
+        hidden = model.model(ids, use_cache=False).last_hidden_state[:, -1:]
+        token = whole_logits(model.lm_head(hidden)).argmax(-1)
+        ids = torch.cat([ids, token], dim=1)
+    return ids
+
+
+def continue_prompt(run, tokenizer, prompt, parallel, references, whole_logits):
+    """Print and compare the greedy continuation of the prompt."""
+    count = run.args.new_tokens
+    tokens = generate(parallel, prompt, count, whole_logits)
+    (expected,) = run.expect(lambda m: [generate(m, prompt, count, lambda x: x)], references)
+
+    def text(ids):
+        return repr(tokenizer.decode(ids[0])) if tokenizer else ids[0].tolist()
+
+    run.say(f"Reference text (rank=0): {text(expected[0])}")
+    run.print_in_order(f"TParallel text (rank={run.rank}): {text(tokens)}")
+    run.check("generated tokens", [(tokens, expected[0])], tolerance=0.0)
+
+
+def measure_time(run, reference, parallel, ids):
+    """Print forward and backward seconds of both, the single rank given as many threads."""
+    single, ranks = "one rank", f"{run.world_size} rank(s)"
+
+    def contender(model, threads):
+        def run_step():
+            torch.set_num_threads(threads)
+            loss = model(ids, labels=ids).loss if model else None
+            yield "forward"
+            if model:
+                loss.backward()
+            yield "backward"
+            torch.set_num_threads(own_threads)
+            if model:
+                model.zero_grad()
+
+        return run_step
+
+    own_threads = torch.get_num_threads()
+    contenders = {
+        single: contender(reference, own_threads * run.world_size),
+        ranks: contender(parallel, own_threads),
+    }
+    seconds = interleave(run, contenders, run.args.repeats)
+    for phases in seconds.values():
+        phases["forward + backward"] = [sum(s) for s in zip(*phases.values(), strict=True)]
+    for phase in seconds[single]:
+        alone, together = (statistics.median(seconds[name][phase]) for name in (single, ranks))
+        ratio, least, most = median_ratio(seconds[ranks][phase], seconds[single][phase])
+        run.say(f"time {phase}: {alone:.4f} s on one rank, {together:.4f} s on {ranks}, ratio "
+                f"{ratio:.2f} ({least:.2f} to {most:.2f})")  # fmt: skip
+        key = phase.replace(" + ", "_")
+        run.results |= {f"single_{key}_s": seconds[single][phase],
+                        f"parallel_{key}_s": seconds[ranks][phase]}  # fmt: skip
+    run.say(
+        f"({run.args.repeats} steps of {list(ids.shape)} tokens each, in turns, slowest rank; "
+        f"{own_threads} thread(s) a rank, {own_threads * run.world_size} for one rank alone)"
+    )
+
+
+def measure_memory(run, source, parallelize, ids):
+    """Print the peak memory of loading the model and one step, on one rank and on each."""
+
+    def load_and_step(parallelize=None):
+        model = source.load_model(run.dtype, run.device, parallelize)
+        model(ids, labels=ids).loss.backward()
+
+    idle = peak_memory(run, lambda: None)
+    single = peak_memory(run, load_and_step if run.rank == 0 else lambda: None)[0]
+    peaks = peak_memory(run, lambda: load_and_step(parallelize))
+    each = ", ".join(f"{peak / 2**20:.0f}" for peak in peaks)
+    run.say(
+        f"peak memory, MiB: one rank alone {single / 2**20:.0f}; of {run.world_size} ranks {each} "
+        f"({max(peaks) / single:.0%}); idle {idle[0] / 2**20:.0f}"
+    )
+    run.results |= {"idle_memory_bytes": idle, "single_peak_memory_bytes": single,
+                    "parallel_peak_memory_bytes": peaks}  # fmt: skip
