@@ -103,6 +103,11 @@ def plain_loss(model, labels, **inputs):
     return F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
 
 
+def embed(model, ids, mask):
+    """A model's inputs, from its own embeddings on."""
+    return dict(inputs_embeds=model.get_input_embeddings()(ids), attention_mask=mask)
+
+
 def step(model, ids, mask, function):
     """Forward and backward of function(model, inputs) -> (a result, the scalar to go back from).
 
@@ -110,11 +115,11 @@ def step(model, ids, mask, function):
     weights stay in the model.
     """
     model.zero_grad()
-    embeds = model.get_input_embeddings()(ids)
-    embeds.retain_grad()
-    result, scalar = function(model, dict(inputs_embeds=embeds, attention_mask=mask))
+    inputs = embed(model, ids, mask)
+    inputs["inputs_embeds"].retain_grad()
+    result, scalar = function(model, inputs)
     scalar.backward()
-    return result.detach(), embeds.grad
+    return result.detach(), inputs["inputs_embeds"].grad
 
 
 def check_model(run, source, parallel, references, batch, loss):
@@ -142,6 +147,10 @@ def check_model(run, source, parallel, references, batch, loss):
         return value, value
 
     with torch.no_grad():
+        # Other padding, the same logits behind it: it is not attended to.
+        other = torch.where(mask == 0, (ids + 1) % source.config.vocab_size, ids)
+        pair = [parallel(**embed(parallel, i, mask)).logits[mask == 1] for i in (other, ids)]
+        run.check("logits, whatever the padding", [pair], tolerance=0.0)
         (expected,) = run.expect(lambda m: [m.get_input_embeddings()(ids)], references)
         actual = parallel.get_input_embeddings()(ids)
         run.check("embeddings", [(actual, expected[0])], tolerance=0.0)  # copied: exact

@@ -151,6 +151,12 @@ def compare(run, title, reference, parallel, batch_size, seq_len):
         run.check(f"{title} {kind} input grad", [(x_grad, *expected_x_grad)], also=1e-6)
         run.check_gradients(f"{title} {kind}", parallel, references)
         run.check_same_bits(f"{title} {kind} output, same bits on all ranks", y)
+    # The last kind's padding must not be attended to: other padding, the same output behind it.
+    changed, padding = x.clone(), seq_len // 3
+    changed[-1, :padding] += 1
+    changed_y, _ = step(parallel, changed, upstream, rotary_tables, mask)
+    pairs = [(changed_y[-1, padding:], y[-1, padding:])]
+    run.check(f"{title} {kind} output, whatever the padding", pairs, tolerance=0.0)
 
 
 def main():

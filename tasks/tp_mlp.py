@@ -168,7 +168,11 @@ def main():
         compare(run, args.model, reference, parallel, run.from_rank0(x).to(run.dtype))
 
         # The assignment's block: rank 0 builds it and deals out the shards.
-        config = LlamaConfig(hidden_size=args.hidden_size, intermediate_size=args.intermediate_size)
+        config = LlamaConfig(
+            hidden_size=args.hidden_size,
+            intermediate_size=args.intermediate_size,
+            num_attention_heads=1,
+        )
         reference = x = None
         if run.rank == 0:
             torch.manual_seed(args.seed)

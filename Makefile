@@ -1,0 +1,70 @@
+# What the README shows, as targets. Each sets up .venv first, which is quick when nothing changed.
+
+NPROC ?= 2
+MODEL ?= tiny
+DEVICE ?= auto
+PYTHON ?= python3
+BIN := .venv/bin
+SCRIPTS = $(shell grep -l '__name__ == "__main__"' tasks/*.py)
+
+.PHONY: help demo test test-all test-course tiny-llama lint clean
+help:
+	@echo "make demo         every task, NPROC=$(NPROC) ranks, MODEL=$(MODEL), DEVICE=$(DEVICE)"
+	@echo "make test-all     all tests; make test: the fast ones"
+	@echo "make test-course  all tests with the course's versions of transformers and peft"
+	@echo "make tiny-llama   write, train and evaluate the embedded model anew"
+	@echo "make lint, make clean"
+
+demo: .venv/ready
+	@set -e; for script in $(SCRIPTS); do \
+	  echo "=== OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node $(NPROC) $$script" \
+	    "--model $(MODEL) --device $(DEVICE)"; \
+	  OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node $(NPROC) $$script \
+	    --model $(MODEL) --device $(DEVICE); \
+	done
+
+test: .venv/ready
+	$(BIN)/python -m pytest -q -m "not slow"
+
+test-all: .venv/ready
+	$(BIN)/python -m pytest -q --durations 5
+
+test-course: .venv-course/ready
+	.venv-course/bin/python -m pytest -q --durations 5
+
+tiny-llama: .venv/ready
+	$(BIN)/python tasks/tiny_llama/train.py
+
+lint: .venv/ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+clean:
+	rm -rf .venv .venv-course .pytest_cache .ruff_cache out
+	find . -name __pycache__ -prune -exec rm -rf {} +
+
+# ---------------------------------------------------------------- environments
+
+COURSE := s/^transformers==.*/transformers==4.48.3/; s/^peft==.*/peft==0.14.0/
+.venv/ready: PINS :=
+.venv-course/ready: PINS := $(COURSE)
+
+.venv/ready .venv-course/ready: requirements.txt
+	@set -e; dir=$(@D); pins=$$(mktemp); trap 'rm -f "$$pins"' EXIT; \
+	sed '$(PINS)' requirements.txt > "$$pins"; \
+	if torch=$$($(PYTHON) -c 'import torch; v = torch.__version__; print(v); \
+	    assert tuple(map(int, v.split(".")[:2])) >= (2, 6)' 2>/dev/null); then \
+	  echo "$$dir: using the PyTorch $$torch of $(PYTHON)"; \
+	  sed -i.bak '/^torch==/d' "$$pins"; rm -f "$$pins.bak"; site=--system-site-packages; \
+	else \
+	  echo "$$dir: installing $$(grep ^torch== "$$pins") and the rest"; site=; \
+	fi; \
+	if $(PYTHON) -m venv --clear $$site $$dir >/dev/null 2>&1; then \
+	  $$dir/bin/python -m pip install -q -r "$$pins"; \
+	else \
+	  $(PYTHON) -m venv --clear --without-pip $$site $$dir; \
+	  $(PYTHON) -m pip --python $$dir/bin/python install -q -r "$$pins"; \
+	fi; \
+	test -x $$dir/bin/torchrun || printf '#!/bin/sh\nexec "$$(dirname "$$0")/python" -m %s "$$@"\n' \
+	  torch.distributed.run > $$dir/bin/torchrun && chmod +x $$dir/bin/torchrun; \
+	touch $@

@@ -1,0 +1,155 @@
+"""Starting the task scripts as a user would, with a timeout, and with nothing left behind."""
+
+import multiprocessing
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).resolve().parent.parent
+TASKS = ROOT / "tasks"
+SCRIPTS = sorted(p.stem for p in TASKS.glob("*.py") if '__name__ == "__main__"' in p.read_text())
+MARK = "PARALLEL_LLAMA_TEST"  # set to a job's own id in all its processes, to find survivors by
+
+
+@dataclass
+class Result:
+    """How a job ended: its exit code, what it printed, how long it took, who survived it."""
+
+    code: int
+    out: str
+    err: str
+    seconds: float
+    survivors: list
+
+    def errors(self):
+        """The lines that tell a user what was wrong."""
+        return [line for line in self.err.splitlines() if line.startswith("error: ")]
+
+    def tail(self):
+        """For an assertion's message: the last 50 lines."""
+        lines = (self.out + "\n--- stderr\n" + self.err).splitlines()
+        return f"exit code {self.code}, {self.seconds:.1f} s\n" + "\n".join(lines[-50:])
+
+
+def environment(job, extra=None):
+    """The user's environment, with one thread a rank, no hub, and the job's mark."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("RANK", "LOCAL_", "MASTER_"))}
+    env |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo", MARK: job}
+    return env | (extra or {})
+
+
+def processes(job):
+    """The live processes of a job."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            alive = process.status() != psutil.STATUS_ZOMBIE
+            if alive and process.environ().get(MARK) == job:
+                found.append(process)
+        except psutil.Error:
+            pass
+    return found
+
+
+def run(command, timeout=120, env=None, cwd=ROOT):
+    """Run a command to its end, or past `timeout` seconds to its stacks and its death."""
+    job, begin = uuid.uuid4().hex, time.monotonic()
+    process = subprocess.Popen(
+        [str(part) for part in command],
+        env=environment(job, env),
+        cwd=cwd,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        stdin=subprocess.DEVNULL,
+    )
+    try:
+        out, err = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        for member in processes(job):
+            if member.pid != process.pid:
+                member.send_signal(signal.SIGUSR1)  # utils.start: faulthandler prints the stacks
+        time.sleep(2)
+        for member in processes(job):
+            member.kill()
+        out, err = process.communicate()
+        err += f"\nTIMEOUT: killed after {timeout} s"
+    seconds = time.monotonic() - begin
+    deadline = time.monotonic() + 3
+    while processes(job) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    survivors = processes(job)
+    for member in survivors:
+        member.kill()
+    return Result(process.returncode, out, err, seconds, [member.pid for member in survivors])
+
+
+def torchrun(script, *args, nproc, **kwargs):
+    """`torchrun --standalone --nproc_per_node nproc tasks/script.py args`, as the README has it."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    path = script if str(script).endswith(".py") else TASKS / f"{script}.py"
+    return run([*launcher, "--nproc_per_node", nproc, path, *args], **kwargs)
+
+
+# ---------------------------------------------------------------- many short jobs
+
+
+def rank_main(path, args, env, log):
+    """One rank, in a process that has imported PyTorch and transformers already."""
+    with open(f"{log}.out", "w") as out, open(f"{log}.err", "w") as err:
+        os.dup2(out.fileno(), 1)
+        os.dup2(err.fileno(), 2)
+    os.environ.clear()
+    os.environ.update(env)
+    sys.argv = [str(path), *map(str, args)]
+    sys.path.insert(0, str(Path(path).parent))
+    runpy.run_path(str(path), run_name="__main__")
+
+
+def ranks(path, *args, nproc, folder, timeout=60):
+    """A script's ranks without torchrun, forked from a process with all imports done.
+
+    Saves the seconds that every start costs, where a test needs many jobs. Ends like torchrun:
+    when one rank fails, the others are killed. Returns a Result with the worst exit code.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "transformers.models.llama.modeling_llama", "peft"])
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    job, begin, workers = uuid.uuid4().hex, time.monotonic(), []
+    for rank in range(nproc):
+        env = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc}
+        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        env = environment(job, {name: str(value) for name, value in env.items()})
+        log = folder / f"rank{rank}"
+        workers.append(context.Process(target=rank_main, args=(path, args, env, log)))
+        workers[-1].start()
+    while time.monotonic() - begin < timeout:
+        codes = [worker.exitcode for worker in workers]
+        if all(code == 0 for code in codes) or any(codes):
+            break
+        time.sleep(0.05)
+    time.sleep(0.2 if any(codes) else 0)  # let the others tell their part
+    codes = [worker.exitcode for worker in workers]
+    late = [worker for worker in workers if worker.is_alive()]
+    for worker in late:
+        worker.kill()
+    for worker in workers:
+        worker.join()
+    out = "".join((folder / f"rank{r}.out").read_text() for r in range(nproc))
+    err = "".join((folder / f"rank{r}.err").read_text() for r in range(nproc))
+    failed = [code for code in codes if code]
+    code = failed[0] if failed else 0
+    if late and not failed:
+        code, err = 1, err + f"\nTIMEOUT: killed after {timeout} s"
+    return Result(code, out, err, time.monotonic() - begin, [])

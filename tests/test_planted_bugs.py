@@ -1,0 +1,223 @@
+"""Every check in the scripts can fail: a copy with one wrong line must exit non-zero and say so."""
+
+import re
+import shutil
+
+import pytest
+
+import launch
+
+SHIFTED = """
+
+def keep_shifted(layer, dim, start, stop):
+    keep_shard(layer, dim, start - (start > 0), stop - (start > 0))
+
+
+"""
+SMALL = ["--hidden-size", 48, "--intermediate-size", 100]  # of tp_mlp's block, to be quick
+
+
+def plant(folder, file, old, new, count=1):
+    """A copy of tasks/ in which one place of one file reads differently."""
+    for path in launch.TASKS.glob("*.py"):
+        shutil.copy(path, folder)
+    (folder / "tiny_llama").symlink_to(launch.TASKS / "tiny_llama")
+    text = (folder / file).read_text()
+    assert text.count(old) == count, f"{file} has {text.count(old)} times {old!r}"
+    (folder / file).write_text(text.replace(old, new))
+
+
+def refused(folder, script, nproc, args, check):
+    """Run the copy: it must fail on all ranks, within seconds, with the name of a check."""
+    result = launch.ranks(folder / f"{script}.py", *args, nproc=nproc, folder=folder)
+    assert result.code == 1, result.tail()
+    failed = re.findall(r"^FAILED (.*) \(rank=\d+\): ", result.out, re.MULTILINE)
+    assert len(failed) == 1 and re.search(check, failed[0]), result.tail()
+    assert "Tests passed" not in result.out and not result.err.count("TIMEOUT"), result.tail()
+
+
+def arguments(script, odd_llama):
+    """Flags that make a script quick, on a model whose every size and bias matters."""
+    flags = {"tp_mlp": SMALL, "tp_llama": ["--repeats", 0, "--batch-size", 6]}
+    return ["--model", odd_llama, *flags.get(script, [])]
+
+
+def slices():
+    """Every slice that a script takes."""
+    for script in launch.SCRIPTS:
+        text = (launch.TASKS / f"{script}.py").read_text()
+        for match in re.finditer(r"keep_shard\((.*?),", text):
+            yield pytest.param(script, match.start(), id=f"{script}-{match[1]}-{match.start()}")
+
+
+@pytest.mark.parametrize(("script", "position"), list(slices()))
+def test_shifted_slice(script, position, tmp_path, odd_llama):
+    text = (launch.TASKS / f"{script}.py").read_text()
+    plant(tmp_path, f"{script}.py", "\ndef main():", SHIFTED + "def main():")
+    planted = text[:position] + text[position:].replace("keep_shard(", "keep_shifted(", 1)
+    planted = planted.replace("\ndef main():", SHIFTED + "def main():")
+    (tmp_path / f"{script}.py").write_text(planted)
+    refused(tmp_path, script, 2, arguments(script, odd_llama), ".")
+
+
+BUGS = {
+    # name: (script, ranks, file, right, wrong, the check that sees it)
+    "f sums nothing": (
+        "tp_mlp", 2, "sharding.py", "return all_reduce(grad, ctx.group), None", "return grad, None",
+        "input grad",
+    ),
+    "g sums nothing": (
+        "tp_mlp", 2, "sharding.py", "return all_reduce(x, group)", "return x.clone()", "output",
+    ),
+    "g sums the gradient once more": (
+        "tp_mlp", 3, "sharding.py", "return grad, None", "return grad * 3, None", "input grad",
+    ),
+    "one rank is off": (
+        "tp_mlp", 3, "sharding.py", "return all_reduce(x, group)",
+        "return all_reduce(x, group) * (1 + (group.rank() == 2))", r"output$",
+    ),
+    "ranks differ in the last bit": (
+        "tp_mlp", 2, "sharding.py", "return all_reduce(x, group)",
+        "return all_reduce(x, group) * (1 + 2e-7 * group.rank())", "same bits on all ranks",
+    ),
+    "output is not a number": (
+        "tp_mlp", 2, "sharding.py", "return all_reduce(x, group)",
+        "return all_reduce(x, group) * float('nan')", "output",
+    ),
+    "gradient has another factor": (
+        "tp_mlp", 2, "tp_mlp.py", "copy_to_ranks(args[0], group),",
+        "copy_to_ranks(args[0] * 2 - args[0].detach(), group),", "input grad",
+    ),
+    "no f in the MLP": (
+        "tp_mlp", 2, "tp_mlp.py", "(copy_to_ranks(args[0], group),)", "args", "input grad",
+    ),
+    "no g in the MLP": ("tp_mlp", 2, "tp_mlp.py", "sum_over_ranks(y, group)", "y", "output"),
+    "the MLP's bias counts twice": (
+        "tp_mlp", 2, "tp_mlp.py", "if rank != 0:", "if False:", "output",
+    ),
+    "recompute forgets the random state": (
+        "tp_mlp", 2, "tp_mlp.py", "use_reentrant=False",
+        "use_reentrant=False, preserve_rng_state=False", "recomputed with dropout",
+    ),
+    "golden input is drawn first": (
+        "tp_mlp", 1, "tp_mlp.py", "            torch.manual_seed(args.seed)\n",
+        "            torch.manual_seed(args.seed)\n            torch.randn(1)\n", "golden",
+    ),
+    "no f in attention": (
+        "tp_attention", 2, "tp_attention.py", 'copy_to_ranks(kwargs["hidden_states"], group)',
+        'kwargs["hidden_states"]', "input grad",
+    ),
+    "no g in attention": (
+        "tp_attention", 2, "tp_attention.py", "sum_over_ranks(y, group)", "y", "output",
+    ),
+    "attention's bias counts twice": (
+        "tp_attention", 2, "tp_attention.py", "if rank != 0:", "if False:", "output",
+    ),
+    "query heads look at others' keys": (
+        "tp_attention", 3, "sharding.py", "(first * group_size, last * group_size), (first, last)",
+        "(first * group_size, last * group_size), (0, last - first)", "output",
+    ),
+    "shared KV heads do not add their gradients": (
+        "tp_attention", 4, "tp_attention.py", "if ranks > num_kv_heads:", "if False:",
+        "k_proj.weight grad",
+    ),
+    "wrong holders of a shared KV head": (
+        "tp_attention", 4, "sharding.py", "start, stop = group * group_size + start",
+        "start, stop = group * group_size + start * 0", "output",
+    ),
+    "attention's mask is dropped everywhere": (
+        "tp_attention", 2, "tp_attention.py", "attention_mask=mask)", "attention_mask=None)",
+        "whatever the padding",
+    ),
+    "attention's mask is dropped in parallel": (
+        "tp_attention", 2, "tp_attention.py", "attention_mask=mask)",
+        "attention_mask=None if attention._forward_pre_hooks else mask)", "output",
+    ),
+    "no f in the model": (
+        "tp_llama", 2, "tp_llama.py", "tuple(copy_to_ranks(x, group) for x in args)", "args",
+        "grad",
+    ),
+    "no f in the model's attention": (
+        "tp_llama", 2, "tp_llama.py", 'copy_to_ranks(kwargs["hidden_states"], group)',
+        'kwargs["hidden_states"]', "grad",
+    ),
+    "no g in the model": ("tp_llama", 2, "tp_llama.py", "sum_over_ranks(y, group)", "y", "logits"),
+    "the model's biases count twice": (
+        "tp_llama", 2, "tp_llama.py", "if rank != 0:", "if False:", "logits",
+    ),
+    "the model's shared KV heads do not add": (
+        "tp_llama", 4, "tp_llama.py",
+        "projection.__class__, projection.holders = SharedLinear, holders", "pass",
+        "k_proj.weight grad",
+    ),
+    "no g behind the embedding": (
+        "tp_llama", 2, "tp_llama.py",
+        "sum_over_ranks(local.masked_fill(elsewhere[..., None], 0), self.group)",
+        "local.masked_fill(elsewhere[..., None], 0)", "embeddings|bits",
+    ),
+    "other ranks' rows are not blanked": (
+        "tp_llama", 2, "tp_llama.py", "local.masked_fill(elsewhere[..., None], 0)", "local",
+        "embeddings",
+    ),
+    "the padding token's row learns": (
+        "tp_llama", 2, "tp_llama.py", "padding = padding - start if", "padding = None if",
+        "embed_tokens.weight grad",
+    ),
+    "no f before the LM head": (
+        "tp_llama", 2, "tp_llama.py", "head.register_forward_pre_hook(f, with_kwargs=True)", "pass",
+        "grad",
+    ),
+    "log-sum-exp of this rank alone": (
+        "tp_llama", 2, "tp_llama.py", "lse = everyone[:, 0].logsumexp(0)", "lse = mine[0]", "loss",
+    ),
+    "target's logit of this rank alone": (
+        "tp_llama", 2, "tp_llama.py", "everyone[:, 1].sum(0)", "mine[1]", "loss",
+    ),
+    "cross-entropy's gradient without the target": (
+        "tp_llama", 2, "tp_llama.py", "dlogits[here, column] -= 1", "pass", "loss: .*grad",
+    ),
+    "ignored labels count": (
+        "tp_llama", 2, "tp_llama.py", "count = valid.sum()",
+        "count = valid.numel() + 0 * valid.sum()", "loss",
+    ),
+    "labels are shifted twice": (
+        "tp_llama", 2, "tp_llama.py", "[:, 1:].flatten()", "[:, 1:].roll(-1, 1).flatten()", "loss",
+    ),
+    "gathered logits in the wrong order": (
+        "tp_llama", 2, "tp_llama.py", "shares = [share(size, group.size(), rank)",
+        "shares = [share(size, group.size(), group.size() - 1 - rank)", "logits",
+    ),
+    "gathered logits' gradient from the wrong place": (
+        "tp_llama", 2, "tp_llama.py", "grad[..., slice(*ctx.rows)]",
+        "grad[..., slice(*ctx.rows)].roll(1, -1)", "grad",
+    ),
+    "tokens chosen from this rank's logits": (
+        "tp_llama", 2, "tp_llama.py",
+        "return GatherLastDim.apply(logits, run.source.config.vocab_size, run.group)",
+        "return logits", "generated tokens",
+    ),
+    "the model's mask is dropped everywhere": (
+        "tp_llama", 2, "model_checks.py", ", attention_mask=mask)", ")", "whatever the padding",
+    ),
+    "the model's mask is dropped in parallel": (
+        "tp_llama", 2, "model_checks.py", "attention_mask=mask)",
+        "attention_mask=None if model._forward_hooks else mask)", "whatever the padding",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_planted_bug(name, tmp_path, odd_llama):
+    script, nproc, file, old, new, check = BUGS[name]
+    plant(tmp_path, file, old, new)
+    args = [] if check == "golden" else arguments(script, odd_llama)
+    refused(tmp_path, script, nproc, args, check)
+
+
+@pytest.mark.parametrize("script", launch.SCRIPTS)
+def test_without_a_bug(script, tmp_path, odd_llama):
+    """The control: the same copy, nothing planted, passes."""
+    plant(tmp_path, f"{script}.py", "def main():", "def main():")
+    path, args = tmp_path / f"{script}.py", arguments(script, odd_llama)
+    result = launch.ranks(path, *args, nproc=2, folder=tmp_path)
+    assert result.code == 0 and result.out.count("Tests passed") == 2, result.tail()
