@@ -157,7 +157,7 @@ class Source:
         """Seeded values, the same however they are sliced; in blocks of rows, to save memory."""
         shape = dict(self.shapes())[name]
         dim, start, stop = shard or (0, 0, shape[0])
-        generator = torch.Generator().manual_seed(self.seed * 2**32 + zlib.crc32(name.encode()))
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{self.seed} {name}".encode()))
         pieces, rows = [], 4096
         for row in range(0, shape[0], rows):
             block = torch.empty(min(rows, shape[0] - row), *shape[1:])
@@ -252,7 +252,7 @@ def index_files(directory):
     if index.exists():
         try:
             names = set(json.loads(index.read_text())["weight_map"].values())
-        except (ValueError, KeyError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{index}: damaged index: {error!r}") from None
     elif (directory / "model.safetensors").exists():
         names = {"model.safetensors"}

@@ -146,6 +146,7 @@ def check_model(run, source, parallel, references, batch, loss):
         value = (loss if model is parallel else plain_loss)(model, labels, **inputs)
         return value, value
 
+    run.check_weights("all", parallel, references, only)
     with torch.no_grad():
         # Other padding, the same logits behind it: it is not attended to.
         other = torch.where(mask == 0, (ids + 1) % source.config.vocab_size, ids)

@@ -127,6 +127,7 @@ def load_attention(run, config, read, group=None):
 def compare(run, title, reference, parallel, batch_size, seq_len):
     """All checks of one layer. reference: on rank 0, None elsewhere."""
     references, config = run.references(reference), parallel.config
+    run.check_weights(title, parallel, references)
     torch.manual_seed(run.args.seed)
     x, upstream = torch.randn(2, batch_size, seq_len, config.hidden_size, dtype=torch.float32)
     x, upstream = x.to(run.device, run.dtype), upstream.to(run.device, run.dtype)

@@ -115,6 +115,7 @@ def compare(run, title, reference, parallel, x):
     Returns the parallel output and input gradient under .sum().
     """
     references = run.references(reference)
+    run.check_weights(title, parallel, references)
     # As the assignment has it: .sum() as the loss.
     y, x_grad = step(parallel, x)
     expected_y, expected_x_grad = run.expect(lambda block: step(block, x), references)

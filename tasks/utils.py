@@ -9,14 +9,12 @@ where the shares are uneven. A tensor has dims, a mesh has axes.
 """
 
 import argparse
-import copy
 import ctypes
 import datetime
 import faulthandler
 import json
 import os
 import platform
-import re
 import signal
 import sys
 import time
@@ -28,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch._tensor_str import printoptions
 
+from comparing import Comparison
 from loading import (  # noqa: F401 - a task script imports utils alone
     PRESETS,
     Rotary64,
@@ -54,13 +53,6 @@ from sharding import (  # noqa: F401
 # with it. Read once, when PyTorch allocates for the first time.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
-# Allowed difference: this share of the largest reference value, and at least the floor. A parallel
-# run adds the same products in another order, so it is off by a few roundings (6e-8 in float32,
-# 1e-16 in float64) times the square root of the number of additions; in float32 that is 1e-6 to
-# 5e-6 of the largest gradient after five layers, in float64 1e-14. The floor is the assignment's
-# own bound, for gradients that are small differences of large terms. bfloat16: see `Run.check`.
-TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
-FLOOR = {torch.float32: 1e-6, torch.float64: 0.0}
 
 
 # ---------------------------------------------------------------- what a user got wrong
@@ -208,7 +200,7 @@ def choose_device(wanted):
 # ---------------------------------------------------------------- the run
 
 
-class Run:
+class Run(Comparison):
     """One run of a script: where it runs, what it checked, and what it measured.
 
     Attributes: `args`, `rank`, `world_size`, `group` (all ranks), `device`, `dtype`, `results`
@@ -256,114 +248,6 @@ class Run:
         dist.broadcast(tensor, src=0)
         return tensor
 
-    def check(self, name, pairs, tolerance=None, also=None):
-        """Compare on every rank, tell all ranks, print one line; a failure ends the job, exit 1.
-
-        pairs: (actual, reference), tensors of one shape, or (actual, reference, exact) where
-        `exact` is the float32 reference of a bfloat16 run.
-        tolerance: absolute bound; default by `TOLERANCE`. With `exact` the difference is taken
-        from that, and may be P + 1 times the reference's own: each rank rounds its part of a sum.
-        also: a stricter bound whose verdict is printed too.
-        The line shows the rank and the pair whose difference came closest to its tolerance.
-        """
-        worst = {"ratio": -1.0}
-        for actual, reference, *exact in pairs:
-            assert actual.shape == reference.shape, (name, actual.shape, reference.shape)
-            if not actual.numel():  # more ranks than MLP units
-                continue
-            target = exact[0] if exact else reference
-            value, mean = difference(actual, target)
-            largest = reference.abs().max().item()
-            bound = tolerance
-            if exact:
-                bound = (self.world_size + 1) * difference(reference, target)[0]
-            elif bound is None:
-                bound = max(TOLERANCE[reference.dtype] * largest, FLOOR[reference.dtype])
-            ratio = value / bound if bound else float("inf") if value else 0.0
-            ratio = float("inf") if ratio != ratio else ratio  # NaN must not pass
-            if ratio > worst["ratio"]:
-                worst = {"ratio": ratio, "max_abs_diff": value, "mean_abs_diff": mean,
-                         "max_abs_reference": largest, "tolerance": bound}  # fmt: skip
-        everyone = [None] * self.world_size
-        dist.all_gather_object(everyone, worst)
-        rank = max(range(self.world_size), key=lambda r: everyone[r]["ratio"])
-        worst = everyone[rank]
-        passed = worst.pop("ratio") <= 1
-        self.checks.append({"name": name, **worst, "passed": passed})
-        value, bound = worst["max_abs_diff"], worst["tolerance"]
-        if not passed:
-            self.say(f"FAILED {name} (rank={rank}): max|diff| {value:.1e} > tolerance {bound:.1e}")
-            self.write_json()
-            dist.barrier()
-            os._exit(1)
-        verdict = f"; within {also:.0e}: {'yes' if value <= also else 'no'}" if also else ""
-        self.say(f"check {name}: max|diff| {value:.1e}, mean|diff| {worst['mean_abs_diff']:.1e}, "
-                 f"tolerance {bound:.1e} (rank={rank}): ok{verdict}")  # fmt: skip
-
-    def check_same_bits(self, name, tensor):
-        """All ranks hold the same bits: what a reduction must give, and what replicas must keep."""
-        self.check(name, [(tensor, self.from_rank0(tensor))], tolerance=0.0)
-
-    def references(self, module):
-        """Rank 0's whole module in a list; for bfloat16 with a float32 copy. Elsewhere empty."""
-        if self.rank:
-            return []
-        exact = [copy.deepcopy(module).float()] if self.dtype == torch.bfloat16 else []
-        return [module, *exact]
-
-    def expect(self, function, references):
-        """What function(module) gives for the references, on every rank.
-
-        function returns tensors; for each, a tuple with its value for every reference.
-        """
-        values = [function(module) for module in references]
-        shape = self.from_rank0((len(values), len(values[0])) if values else None)
-        return [
-            tuple(self.from_rank0(values[r][i] if values else None) for r in range(shape[0]))
-            for i in range(shape[1])
-        ]
-
-    def check_gradients(self, title, module, references, only=lambda name: True):
-        """Compare every parameter's gradient with this rank's slice of the reference's.
-
-        module: this rank's share; references: see there. Parameters of one kind, one in each
-        layer, make one check. only(name): whether to compare that one.
-        """
-        mine = dict(module.named_parameters())
-        whole = [dict(reference.named_parameters()) for reference in references]
-        kinds = {}
-        for name in self.from_rank0([n for n in whole[0] if only(n)] if whole else None):
-            kinds.setdefault(re.sub(r"layers\.\d+\.", "layers.*.", name), []).append(name)
-
-        def pairs(names):
-            for name in names:
-                (expected,) = self.expect(lambda grads, n=name: [grads[n].grad], whole)
-                if name in mine:  # a row-parallel layer's bias is on rank 0 only
-                    dim, start, stop = shard_of(mine[name])
-                    grad = mine[name].grad
-                    grad = torch.zeros_like(mine[name]) if grad is None else grad
-                    yield grad, *(e.narrow(dim, start, stop - start) for e in expected)
-
-        for kind, names in kinds.items():
-            self.check(f"{title} {kind} grad", pairs(names))
-
-    def place(self, module):
-        """A module on the run's device and in its dtype."""
-        module = module.to(self.device, self.dtype)
-        if self.dtype == torch.float64:
-            compute_in_float64(module)
-        return module
-
-    def deal(self, module):
-        """read(name, shard) for `fill`: slices of a module that rank 0 alone has."""
-
-        def read(name, shard):
-            dim, start, stop = shard
-            whole = self.from_rank0(module.get_parameter(name) if self.rank == 0 else None)
-            return whole.narrow(dim, start, stop - start).clone()
-
-        return read
-
     def together(self, function):
         """function() on every rank; a UserError on one of them is raised on all."""
         result = error = None
@@ -409,16 +293,6 @@ class Run:
         part = path.with_name(path.name + ".tmp")
         part.write_text(json.dumps(record, indent=1) + "\n")
         os.replace(part, path)
-
-
-def difference(a, b):
-    """Largest and mean |a - b|; in pieces, since the tensors may be most of the memory."""
-    largest, total = torch.zeros(()), 0.0
-    for x, y in zip(a.detach().flatten().split(2**20), b.flatten().split(2**20), strict=True):
-        diff = (x.to(torch.promote_types(x.dtype, torch.float32)) - y).abs()
-        largest = torch.maximum(largest, diff.max().cpu())  # a NaN stays
-        total += diff.sum().item()
-    return largest.item(), total / max(a.numel(), 1)
 
 
 def brief(tensor):

@@ -1,0 +1,271 @@
+"""What a user gets wrong ends in one `error:` line and exit code 2, quickly, with nothing lost."""
+
+import json
+import shutil
+import subprocess
+import threading
+import time
+import uuid
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import launch
+from conftest import make_llama
+from loading import Source, UserError
+
+
+def change_config(directory, **changes):
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def change_tensors(directory, function):
+    tensors = load_file(directory / "model.safetensors")
+    function(tensors)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def shard(
+    directory, names=("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+):
+    """Turn one safetensors file into two with an index."""
+    tensors = load_file(directory / "model.safetensors")
+    half, weight_map = len(tensors) // 2, {}
+    for name, keys in zip(names, (list(tensors)[:half], list(tensors)[half:]), strict=True):
+        save_file({key: tensors[key] for key in keys}, directory / name)
+        weight_map |= {key: name for key in keys}
+    (directory / "model.safetensors").unlink()
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return weight_map
+
+
+def truncate(path):
+    path.write_bytes(path.read_bytes()[:-1000])
+
+
+def pickle_only(directory):
+    (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
+
+
+def outside(directory):
+    weight_map = shard(directory)
+    weight_map[min(weight_map)] = "../elsewhere.safetensors"
+    index = directory / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+
+
+def missing_shard(directory):
+    shard(directory)
+    (directory / "model-00002-of-00002.safetensors").unlink()
+
+
+def spare_shard(directory):
+    shard(directory)
+    shutil.copy(directory / "model-00001-of-00002.safetensors",
+                directory / "model-00003-of-00003.safetensors")  # fmt: skip
+
+
+NORM = "model.norm.weight"
+DAMAGE = {
+    # name: (what happens to a good directory, what the message says)
+    "no config": (lambda d: (d / "config.json").unlink(), "no config.json"),
+    "config is not JSON": (lambda d: (d / "config.json").write_text("{"), "not valid JSON"),
+    "another kind of model": (lambda d: change_config(d, model_type="gpt2"), "a gpt2 model"),
+    "heads do not fit": (lambda d: change_config(d, num_attention_heads=5), "config.json"),
+    "truncated": (lambda d: truncate(d / "model.safetensors"), "damaged safetensors"),
+    "zero bytes": (lambda d: (d / "model.safetensors").write_bytes(b""), "damaged safetensors"),
+    "no weights": (lambda d: (d / "model.safetensors").unlink(), "no model.safetensors"),
+    "pickle only": (pickle_only, "pickle weights are not loaded; convert to safetensors"),
+    "integer weights": (
+        lambda d: change_tensors(d, lambda t: t.update({NORM: torch.ones(42, dtype=torch.int8)})),
+        f"tensor {NORM} is I8",
+    ),
+    "missing tensor": (lambda d: change_tensors(d, lambda t: t.pop(NORM)), f"{NORM} is missing"),
+    "unexpected tensor": (
+        lambda d: change_tensors(d, lambda t: t.update({"more": torch.ones(1)})),
+        "unexpected tensor more",
+    ),
+    "wrong shape": (
+        lambda d: change_tensors(d, lambda t: t.update({NORM: torch.ones(41)})),
+        f"tensor {NORM} has shape (41,), config.json says (42,)",
+    ),
+    "missing shard": (missing_shard, "model-00002-of-00002.safetensors: missing"),
+    "spare shard": (spare_shard, "model-00003-of-00003.safetensors is not in"),
+    "shard outside": (outside, "outside its directory"),
+    "damaged index": (
+        lambda d: (shard(d), (d / "model.safetensors.index.json").write_text("[]")),
+        "damaged index",
+    ),
+}
+
+
+@pytest.fixture
+def directory(odd_llama, tmp_path):
+    """A copy of the odd Llama, to be damaged."""
+    return shutil.copytree(odd_llama, tmp_path / "a model")
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damaged_directory(name, directory):
+    """B2 to B7: refused, by name, before any weight is read."""
+    damage, message = DAMAGE[name]
+    damage(directory)
+    with pytest.raises(UserError) as caught:
+        Source(str(directory))
+    assert message in str(caught.value) and "\n" not in str(caught.value), caught.value
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_non_finite_weight(value, directory):
+    """B6: found when read, in a slice too, and named."""
+    change_tensors(directory, lambda t: t["model.layers.1.mlp.up_proj.weight"][50, 3].fill_(value))
+    source = Source(str(directory))
+    source.read("model.layers.1.mlp.up_proj.weight", (0, 0, 50))
+    with pytest.raises(UserError, match=r"non-finite values in model.layers.1.mlp.up_proj"):
+        source.load_model(torch.float32, torch.device("cpu"))
+
+
+def test_sharded_directory_loads(directory):
+    before = Source(str(directory)).read(NORM)
+    shard(directory)
+    assert torch.equal(Source(str(directory)).read(NORM), before)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("/no/such/model", "no such directory"),
+        ("./model", "no such directory"),
+        ("gpt2", "no such directory"),
+        ("random/huge", "no such preset; there are random/small, random/llama-3.2-1b"),
+    ],
+)
+def test_no_such_model(name, message):
+    with pytest.raises(UserError) as caught:
+        Source(name)
+    assert message in str(caught.value)
+
+
+def test_tokenizer_knows_more_than_the_model(tmp_path):
+    """B8."""
+    make_llama(tmp_path)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(launch.TASKS / "tiny_llama" / file, tmp_path)
+    with pytest.raises(UserError, match="the model only 211"):
+        Source(str(tmp_path)).tokenizer()
+
+
+def script(name, *args, **kwargs):
+    return launch.run([launch.sys.executable, launch.TASKS / f"{name}.py", *args], **kwargs)
+
+
+USAGE = {
+    "unknown flag": (["--modle", "tiny"], "--modle"),
+    "unknown dtype": (["--dtype", "int8"], "--dtype"),
+    "layers of a directory": (["--num-layers", "2"], "--num-layers cuts random/ models short"),
+    "no layers": (["--model", "random/small", "--num-layers", "0"], "1 to 8 layers"),
+    "empty prompt": (["--prompt", ""], "--prompt is empty"),
+    "no new tokens": (["--new-tokens", "0"], "must be a whole number above 0"),
+    "prompt too long": (["--new-tokens", "3000"], "tiny takes 2048"),
+    "one token": (["--seq-len", "1"], "--seq-len 1"),
+    "JSON into nowhere": (["--json", "/no/such/folder/x.json"], "--json /no/such/folder/x.json"),
+    "JSON onto a folder": (["--json", "/tmp"], "--json /tmp"),
+    "no GPU": (["--device", "cuda"], "PyTorch sees no GPU"),
+}
+
+
+@pytest.mark.parametrize("name", USAGE)
+def test_usage(name):
+    if name == "no GPU" and torch.cuda.is_available():
+        pytest.skip("there is a GPU: --device cuda is right")
+    args, message = USAGE[name]
+    result = script("tp_llama", *args)
+    assert result.code == 2 and result.seconds < 15, result.tail()
+    assert len(result.errors()) == 1 and message in result.errors()[0], result.tail()
+    assert "Traceback" not in result.err, result.tail()
+
+
+def test_one_line_from_all_ranks(directory):
+    """Under torchrun too: one line, from one rank, and the ranks exit with 2."""
+    change_config(directory, model_type="gpt2")
+    for nproc, args in (2, ["--model", directory]), (2, ["--seq-len", "x"]):
+        result = launch.torchrun("tp_llama", *args, nproc=nproc)
+        assert result.code != 0 and not result.survivors and result.seconds < 20, result.tail()
+        assert len(result.errors()) == 1 and "Traceback" not in result.out, result.tail()
+        assert "exitcode  : 2" in result.err, result.tail()
+
+
+def test_too_many_ranks(tmp_path, odd_llama):
+    """B1: refused with the numbers."""
+    path = launch.TASKS / "tp_llama.py"
+    result = launch.ranks(path, "--model", odd_llama, nproc=7, folder=tmp_path)
+    assert result.code == 2 and result.errors() == ["error: 6 query heads: use 1 to 6 ranks, not 7"]
+
+
+def test_stale_environment():
+    """A12: a shell in which RANK is left over."""
+    result = script("tp_mlp", env={"RANK": "0"})
+    assert result.code == 2 and result.seconds < 10, result.tail()
+    assert result.errors() and "RANK set, but not WORLD_SIZE" in result.errors()[0], result.tail()
+
+
+def test_unreachable_hub():
+    """B9: one message, within seconds, that names a way out."""
+    env = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": "/tmp/no-hub"}
+    result = launch.torchrun("tp_llama", "--model", "unsloth/Llama-3.2-1B", nproc=2, env=env)
+    assert result.code != 0 and result.seconds < 30, result.tail()
+    assert len(result.errors()) == 1 and "local directory" in result.errors()[0], result.tail()
+
+
+def test_exception_on_one_rank(tmp_path):
+    """A5: a bug keeps its traceback, and no rank waits for the one that is gone."""
+    for path in launch.TASKS.glob("*.py"):
+        shutil.copy(path, tmp_path)
+    text = (tmp_path / "tp_mlp.py").read_text()
+    bug = "    references = run.references(reference)\n    assert run.rank != 1, 'planted'\n"
+    (tmp_path / "tp_mlp.py").write_text(text.replace(bug.splitlines()[0] + "\n", bug))
+    args = ["--model", "random/small", "--hidden-size", 8, "--intermediate-size", 8]
+    result = launch.torchrun(tmp_path / "tp_mlp.py", *args, nproc=3)
+    assert result.code != 0 and result.seconds < 25 and not result.survivors, result.tail()
+    assert "[rank1]: AssertionError: planted" in result.err, result.tail()
+
+
+def test_torchrun_is_killed():
+    """A7: the workers end with it."""
+    job = uuid.uuid4().hex
+    command = [launch.sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc_per_node", "2", launch.TASKS / "tp_llama.py", "--repeats", "1000000"]
+    with subprocess.Popen(command, env=launch.environment(job), stdout=subprocess.PIPE) as agent:
+        for line in agent.stdout:
+            if line.startswith(b"check"):
+                break
+        assert len(launch.processes(job)) >= 3
+        agent.kill()
+    deadline = time.monotonic() + 5
+    while launch.processes(job) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not launch.processes(job)
+
+
+def test_a_killed_rank_ends_the_job():
+    """A1: non-zero within seconds, and the signal named."""
+
+    def kill_one():
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            for process in launch.psutil.process_iter(["cmdline"]):
+                command = process.info["cmdline"] or []
+                if "--repeats=1000001" in command and "torch.distributed.run" not in command:
+                    time.sleep(8)
+                    process.kill()
+                    return
+            time.sleep(0.2)
+
+    killer = threading.Thread(target=kill_one)
+    killer.start()
+    result = launch.torchrun("tp_llama", "--repeats=1000001", nproc=2, timeout=60)
+    killer.join()
+    assert result.code not in (0, None) and not result.survivors, result.tail()
+    assert "SIGKILL" in result.err and "TIMEOUT" not in result.err, result.tail()
