@@ -80,9 +80,10 @@ def all_reduce(tensor, group):
 
 def all_gather(tensor, group):
     """Every rank's tensor, all of one shape: (P, *shape), the same on all ranks of `group`."""
-    everyone = tensor.new_empty(group.size() * len(tensor), *tensor.shape[1:])
-    dist.all_gather_into_tensor(everyone, tensor.contiguous(), group=group)
-    return everyone.view(group.size(), *tensor.shape)
+    tensor = tensor.contiguous()
+    everyone = [torch.empty_like(tensor) for _ in range(group.size())]
+    dist.all_gather(everyone, tensor, group=group)
+    return torch.stack(everyone)
 
 
 class CopyToRanks(torch.autograd.Function):

@@ -161,25 +161,43 @@ def compare(run, title, reference, parallel, batch_size, seq_len):
 
 
 def main():
-    args = make_parser(__doc__).parse_args()
+    parser = make_parser(__doc__)
+    parser.add_argument(
+        "--shapes",
+        nargs="+",
+        choices=["model", *SHAPES],
+        default=["model", *SHAPES],
+        help="which attention: layer 0 of --model, or these sizes with random weights; default all",
+    )
+    args = parser.parse_args()
     with start(args) as run:
-        config = run.source.config
-        for heads in (config.num_attention_heads, config.num_key_value_heads), (32, 8):
-            share_heads(*heads, run.world_size, run.rank)  # raises for too many ranks
+        for shape in args.shapes:
+            if shape == "model":
+                compare_model(run)
+            else:
+                compare_shape(run, shape, batch_size=1 if shape == "assignment" else 2)
 
-        def read(name, shard=None):
-            return run.source.read(f"model.layers.0.self_attn.{name}", shard)
 
-        reference = load_attention(run, config, read) if run.rank == 0 else None
-        parallel = run.together(lambda: load_attention(run, config, read, run.group))
-        compare(run, args.model, reference, parallel, batch_size=2, seq_len=37)
-        for title, batch_size, seq_len in ("llama-3.2-1b", 2, 128), ("assignment", 1, 128):
-            config, reference = LlamaConfig(**SHAPES[title]), None
-            if run.rank == 0:  # Hugging Face's own initial weights, dealt out by rank 0
-                config._attn_implementation = "sdpa"
-                reference = run.place(LlamaAttention(config, layer_idx=0))
-            parallel = load_attention(run, config, run.deal(reference), run.group)
-            compare(run, title, reference, parallel, batch_size, seq_len)
+def compare_model(run):
+    """Layer 0 of --model, with its own weights."""
+    config = run.source.config
+
+    def read(name, shard=None):
+        return run.source.read(f"model.layers.0.self_attn.{name}", shard)
+
+    reference = load_attention(run, config, read) if run.rank == 0 else None
+    parallel = run.together(lambda: load_attention(run, config, read, run.group))
+    compare(run, run.args.model, reference, parallel, batch_size=2, seq_len=37)
+
+
+def compare_shape(run, shape, batch_size):
+    """Hugging Face's own initial weights, from the seed; rank 0 deals out the shards."""
+    config, reference = LlamaConfig(**SHAPES[shape], attn_implementation="sdpa"), None
+    if run.rank == 0:
+        torch.manual_seed(run.args.seed)
+        reference = run.place(LlamaAttention(config, layer_idx=0))
+    parallel = run.together(lambda: load_attention(run, config, run.deal(reference), run.group))
+    compare(run, shape, reference, parallel, batch_size, seq_len=128)
 
 
 if __name__ == "__main__":

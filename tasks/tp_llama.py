@@ -12,7 +12,7 @@ Part 1 and Task 1 show one by one is here together, and a third split with it, t
 
 Why split the vocabulary, where the assignment hints at splitting the embedding *dim* H? Llama-3.2
 ties the embedding to the LM head, so one split must serve both. Rows of the vocabulary suit the
-head: its logits come out split by token, and the loss needs three numbers a token from each rank,
+head: its logits come out split by token, and the loss needs two numbers a token from each rank,
 never the whole (B, S, V), which at V = 128256 is the largest tensor of all. Split along H, the
 head would be row-parallel and would all-reduce that very tensor.
 

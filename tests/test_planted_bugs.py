@@ -38,7 +38,11 @@ def refused(folder, script, nproc, args, check):
 
 def arguments(script, odd_llama):
     """Flags that make a script quick, on a model whose every size and bias matters."""
-    flags = {"tp_mlp": SMALL, "tp_llama": ["--repeats", 0, "--batch-size", 6]}
+    flags = {
+        "tp_mlp": SMALL,
+        "tp_attention": ["--shapes", "model"],
+        "tp_llama": ["--repeats", 0, "--batch-size", 6],
+    }
     return ["--model", odd_llama, *flags.get(script, [])]
 
 

@@ -8,8 +8,13 @@ import torch
 
 import launch
 
-# Every script there is is run; these flags only keep a second and third run of it short.
-QUICK = {"tp_mlp": ["--hidden-size", 260, "--intermediate-size", 509], "tp_llama": ["--repeats", 1]}
+# Every script there is is run; these flags only keep further runs of some short.
+QUICK = {
+    "tp_mlp": ["--hidden-size", 260, "--intermediate-size", 509],
+    "tp_attention": ["--shapes", "model"],
+    "tp_llama": ["--repeats", 1],
+}
+README_RANKS = {"tp_mlp": 4}  # in the commands that the README shows; 2 for all others
 
 
 def passed(result, nproc):
@@ -38,21 +43,21 @@ def checks(path, nproc, dtype):
 @pytest.mark.parametrize("nproc", [1, 2, 3, 4])
 @pytest.mark.parametrize("script", launch.SCRIPTS)
 def test_float32(script, nproc, tmp_path):
-    """As it stands in the README; the golden values of tp_mlp are asserted on 4 ranks."""
-    args = QUICK.get(script, []) if nproc != 4 else []
+    """The README's command as it stands there, and the same on other rank counts, shortened."""
+    args = [] if nproc == README_RANKS.get(script, 2) else QUICK.get(script, [])
     path = tmp_path / "record.json"
     result = launch.torchrun(script, *args, "--json", path, nproc=nproc)
     passed(result, nproc)
     record, every = checks(path, nproc, "float32")
     for check in every:
-        assert check["tolerance"] <= 1e-5 * max(1, check["max_abs_reference"]) or (
-            check["name"].startswith("golden")
-        ), check
+        layers = 5 if script == "tp_llama" and "grad" in check["name"] else 1  # of tiny
+        bound = 1.001e-5 * layers * max(1, check["max_abs_reference"])
+        assert check["tolerance"] <= bound or check["name"].startswith("golden"), check
     if script == "tp_mlp" and nproc == 4:
         assert {"golden output", "golden input grad"} <= {check["name"] for check in every}
     if script == "tp_llama":
         assert "A quick brown fox jumps over the lazy dog" in result.out
-        assert set(record["results"]) >= {"single_forward_s", "parallel_peak_memory_bytes"}
+        assert record["results"].keys() >= {"single_forward_s", "parallel_peak_memory_bytes"}
 
 
 @pytest.mark.parametrize("nproc", [1, 2, 3, 4])
@@ -60,8 +65,10 @@ def test_float32(script, nproc, tmp_path):
 def test_float64(script, nproc, tmp_path):
     """No bug can hide in rounding: everything to 1e-10 of the largest reference value."""
     path = tmp_path / "record.json"
-    args = [*QUICK.get(script, []), "--dtype", "float64", "--json", path]
-    passed(launch.torchrun(script, *args, nproc=nproc), nproc)
+    args = [] if (script, nproc) == ("tp_attention", 3) else QUICK.get(script, [])
+    args = [*args, "--dtype", "float64", "--json", path]
+    file = launch.TASKS / f"{script}.py"
+    passed(launch.ranks(file, *args, nproc=nproc, folder=tmp_path, timeout=120), nproc)
     for check in checks(path, nproc, "float64")[1]:
         bound = 0 if "bits" in check["name"] else 1e-10 * max(1, check["max_abs_reference"])
         assert check["max_abs_diff"] <= bound, check
@@ -83,7 +90,7 @@ def test_odd_llama(script, nproc, tmp_path, odd_llama):
 @pytest.mark.parametrize("script", ["tp_attention", "tp_llama"])
 def test_eight_ranks(script, tmp_path):
     """One query head a rank, and each of the 4 KV heads on two of them."""
-    args = ["--repeats", 0] if script == "tp_llama" else []
+    args = ["--repeats", 0] if script == "tp_llama" else ["--shapes", "model"]
     file = launch.TASKS / f"{script}.py"
     result = launch.ranks(file, *args, nproc=8, folder=tmp_path, timeout=200)
     assert result.code == 0 and result.out.count("Tests passed") == 8, result.tail()
@@ -130,3 +137,37 @@ def test_fewer_gpus_than_ranks():
     result = launch.torchrun("tp_mlp", *QUICK["tp_mlp"], nproc=nproc)
     passed(result, nproc)
     assert "running on CPU with gloo" in result.out
+
+
+LIFTED = """
+import sys
+sys.path.insert(0, {tasks!r})
+import copy, torch
+import torch.distributed as dist
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from tp_llama import tensor_parallelize
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    model = LlamaForCausalLM.from_pretrained({model!r}).float()
+    tokenizer = PreTrainedTokenizerFast.from_pretrained({model!r})
+    ids = tokenizer("A quick", return_tensors="pt").input_ids
+    whole = copy.deepcopy(model)
+    tensor_parallelize(model, dist.group.WORLD)
+    assert sum(p.numel() for p in model.parameters()) < 0.6 * sum(
+        p.numel() for p in whole.parameters())
+    torch.testing.assert_close(model(ids).logits, whole(ids).logits, rtol=0, atol=1e-4)
+    torch.testing.assert_close(model(ids, labels=ids).loss, whole(ids, labels=ids).loss)
+    many = [m.generate(ids, max_new_tokens=12, do_sample=False) for m in (model, whole)]
+    assert torch.equal(*many), many
+    dist.destroy_process_group()
+    print("lifted")
+"""
+
+
+def test_lifted_out_of_the_repo(tmp_path):
+    """What an engineer would do: shard an ordinary, loaded model, and use it as before."""
+    model = str(launch.TASKS / "tiny_llama")
+    (tmp_path / "lifted.py").write_text(LIFTED.format(tasks=str(launch.TASKS), model=model))
+    result = launch.ranks(tmp_path / "lifted.py", nproc=2, folder=tmp_path)
+    assert result.code == 0 and result.out.count("lifted") == 2, result.tail()
