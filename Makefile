@@ -5,7 +5,8 @@ MODEL ?= tiny
 DEVICE ?= auto
 PYTHON ?= python3
 BIN := .venv/bin
-SCRIPTS = $(shell grep -l '__name__ == "__main__"' tasks/*.py)
+FOUND = $(shell grep -l '__name__ == "__main__"' tasks/*.py)
+SCRIPTS = tasks/tp_mlp.py $(filter-out tasks/tp_mlp.py,$(FOUND))
 
 .PHONY: help demo test test-all test-course tiny-llama lint clean
 help:
@@ -17,7 +18,7 @@ help:
 
 demo: .venv/ready
 	@set -e; for script in $(SCRIPTS); do \
-	  echo "=== OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node $(NPROC) $$script" \
+	  echo "=== OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node $(NPROC) $$script" \
 	    "--model $(MODEL) --device $(DEVICE)"; \
 	  OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node $(NPROC) $$script \
 	    --model $(MODEL) --device $(DEVICE); \

@@ -8,15 +8,13 @@ import torch
 import torch.distributed as dist
 
 from loading import compute_in_float64
-from sharding import shard_of
+from sharding import SharedLinear, shard_of
 
-# Allowed difference: this share of the largest reference value, and at least the floor. A parallel
-# run adds the same products in another order, so it is off by a few roundings (6e-8 in float32,
-# 1e-16 in float64) times the square root of the number of additions: about 1e-6 of the largest
-# value after one float32 layer, 1e-14 in float64. The floor is the assignment's own bound, for
-# gradients that are small differences of large terms. bfloat16: see `Comparison.check`.
+# Allowed difference, as a share of the largest reference value. A parallel run adds the same
+# products in another order, so it is off by a few roundings (6e-8 in float32, 1e-16 in float64)
+# times the square root of the number of additions: about 1e-6 of the largest value after one
+# float32 layer, 1e-14 in float64. bfloat16 is measured instead, see `Comparison.check`.
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
-FLOOR = {torch.float32: 1e-6, torch.float64: 0.0}
 
 
 class Comparison:
@@ -47,7 +45,8 @@ class Comparison:
         pairs: (actual, reference), tensors of one shape, or (actual, reference, exact) where
         `exact` is the float32 reference of a bfloat16 run.
         tolerance: absolute bound; default by `TOLERANCE`. With `exact` the difference is taken
-        from that, and may be P + 1 times the reference's own: each rank rounds its part of a sum.
+        from that, and may be P + 1 times the reference's own (each rank rounds its part of a sum)
+        or two units in the last place of the largest value.
         also: a stricter bound whose verdict is printed too.
         layers: how many layers a float32 gradient has come through; it may be off by as many times
         more, for each adds its roundings, and its softmax's gradient, P (dP - sum(P dP)), is a
@@ -66,10 +65,10 @@ class Comparison:
             bound = tolerance
             if exact:
                 bound = (self.world_size + 1) * difference(reference, target)[0]
+                bound = max(bound, 2**-7 * largest)
             elif bound is None:
                 bound = TOLERANCE[reference.dtype] * largest
                 bound *= layers if reference.dtype == torch.float32 else 1
-                bound = max(bound, FLOOR[reference.dtype])
             ratio = value / bound if bound else float("inf") if value else 0.0
             ratio = float("inf") if ratio != ratio else ratio  # NaN must not pass
             if ratio > worst["ratio"]:
@@ -118,11 +117,26 @@ class Comparison:
 
         return {kind: pairs(names) for kind, names in kinds.items()}
 
-    def check_weights(self, title, module, references, only=lambda name: True):
-        """Shards are slices of the whole weights, and all else is equal on all ranks: exactly."""
+    def check_weights(self, title, module, references, only=lambda name: True, whole=("norm",)):
+        """Shards are slices of the whole weights, and all else is equal on all ranks: exactly.
+
+        Nothing but what has one of the words `whole` in its name may be whole on a rank: neither
+        parameters that nobody split, nor a split that leaves one rank everything.
+        """
         kinds = self.slices(module, references, only, lambda parameter: parameter.detach())
         pairs = (pair[:2] for kind in kinds.values() for pair in kind)
         self.check(f"{title} weights, slices of the whole", pairs, tolerance=0.0)
+        sizes = {n: p.shape for n, p in references[0].named_parameters()} if references else None
+        sizes, unsplit = self.from_rank0(sizes), []
+        for name, parameter in module.named_parameters():
+            dim, start, stop = shard_of(parameter)
+            layer = module.get_submodule(name.rpartition(".")[0])
+            exempt = isinstance(layer, SharedLinear) or name.endswith("bias")
+            exempt |= any(word in name for word in whole)
+            if stop - start == sizes[name][dim] >= self.world_size > 1 and not exempt:
+                unsplit.append(name)
+        count = torch.tensor(float(len(unsplit)))
+        self.check(f"{title} weights, none whole that should be split", [(count, 0 * count)], 0.0)
 
     def check_gradients(self, title, module, references, only=lambda name: True, layers=1):
         """Compare every parameter's gradient with this rank's slice of the reference's."""

@@ -86,8 +86,12 @@ class Source:
             settings = read_settings(self.directory)
         try:
             self.config = LlamaConfig(**settings)
+            self.empty_model()
         except Exception as error:  # the library's own validation: say what it says, in one line
             raise UserError(f"{name}: config.json: {' '.join(str(error).split())}") from None
+        heads, kv_heads = self.config.num_attention_heads, self.config.num_key_value_heads
+        if heads % kv_heads:
+            raise UserError(f"{name}: {heads} query heads do not divide by {kv_heads} KV heads")
         if self.directory:
             self.files = index_files(self.directory)
             self.check_names()
@@ -126,8 +130,11 @@ class Source:
         """Missing, unexpected and misshapen tensors: the library would only warn."""
         expected = {name: tuple(p.shape) for name, p in self.empty_model().named_parameters()}
         found = {name: shape for name, (_, shape) in self.files.items()}
-        for name in ("lm_head.weight",) if self.config.tie_word_embeddings else ():
-            found.pop(name, None)
+        if self.config.tie_word_embeddings and found.pop("lm_head.weight", None):
+            tied = "lm_head.weight", "model.embed_tokens.weight"
+            if not torch.equal(*map(self.read, tied)):
+                raise UserError(f"{self.name}: config.json ties lm_head.weight to the embedding, "
+                                "but the file has another one")  # fmt: skip
         found = {n: s for n, s in found.items() if not n.endswith("rotary_emb.inv_freq")}
         for name in sorted(expected.keys() | found.keys()):
             if name not in found:
@@ -193,7 +200,7 @@ class Source:
 
 def is_hub_id(name):
     """Whether `name` can only be a model on the hub: `org/model`, and no such directory here."""
-    return bool(re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name)) and not (
+    return bool(re.fullmatch(r"[\w-][\w.-]{0,99}/[\w-][\w.-]{0,99}", name)) and not (
         name.startswith("random/") or Path(name).exists()
     )
 
@@ -217,9 +224,13 @@ def find_directory(name):
     if name == "tiny":
         return TINY
     if is_hub_id(name):
-        return download(name, offline=True)  # Run.open_model has fetched it
-    directory = Path(name).expanduser()
-    if not directory.is_dir():
+        return download(name, offline=True)  # Run.source has fetched it
+    try:
+        directory = Path(name).expanduser()
+        exists = directory.is_dir()
+    except (OSError, RuntimeError):  # a name too long, no such user
+        exists = False
+    if not exists:
         raise UserError(f"--model {name}: no such directory (hub ids look like org/model)")
     return directory
 
@@ -227,22 +238,27 @@ def find_directory(name):
 def read_settings(directory):
     """config.json, if it is a Llama's. The library would build a 7B Llama from a GPT-2's."""
     path = directory / "config.json"
+    if not path.exists():
+        raise UserError(f"{directory}: no config.json there")
     try:
         settings = json.loads(path.read_text())
-    except OSError:
-        raise UserError(f"{directory}: no config.json there") from None
-    except ValueError as error:
-        raise UserError(f"{path}: not valid JSON: {error}") from None
-    if not isinstance(settings, dict) or settings.get("model_type") != "llama":
-        found = settings.get("model_type") if isinstance(settings, dict) else None
-        raise UserError(f"{directory}: a {found} model; this needs model_type llama")
+        kind = settings.get("model_type")
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise UserError(f"{path}: not valid JSON for a model: {error}") from None
+    if kind != "llama":
+        raise UserError(f"{directory}: a {kind} model; this needs model_type llama")
     # The one compatibility spot: transformers 5 writes the rotary settings as one dict, which
     # transformers 4 would not read.
     rope = settings.pop("rope_parameters", None)
-    if rope:
+    if isinstance(rope, dict):
         settings["rope_theta"] = rope.get("rope_theta", 10000.0)
         scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
-        settings["rope_scaling"] = None if scaling.get("rope_type") == "default" else scaling
+        plain = scaling.get("rope_type", "default") == "default"
+        settings["rope_scaling"] = None if plain else scaling
+    elif rope is not None:
+        raise UserError(f"{path}: rope_parameters is {rope!r}, not a dict")
     return settings
 
 
@@ -252,7 +268,8 @@ def index_files(directory):
     if index.exists():
         try:
             names = set(json.loads(index.read_text())["weight_map"].values())
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            assert all(isinstance(name, str) for name in names), "file names must be strings"
+        except Exception as error:  # whatever it holds instead
             raise UserError(f"{index}: damaged index: {error!r}") from None
     elif (directory / "model.safetensors").exists():
         names = {"model.safetensors"}
@@ -265,8 +282,8 @@ def index_files(directory):
         if os.path.basename(name) != name:
             raise UserError(f"{index}: names {name!r}, which is outside its directory")
         files |= read_header(directory / name)
-    spare = {path.name for path in directory.glob("model*.safetensors")} - names
-    if spare:
+    spare = {path.name for path in directory.glob("model-*.safetensors")} - names
+    if spare and index.exists():
         raise UserError(f"{directory}: {min(spare)} is not in {index.name}")
     return files
 
@@ -305,7 +322,7 @@ def compute_in_float64(model):
             norm = nn.RMSNorm(module.weight.shape, eps=module.variance_epsilon, device="meta")
             norm.weight = module.weight
             setattr(parent, name.rpartition(".")[2], norm)
-        elif type(module).__name__ == "LlamaRotaryEmbedding":
+        elif type(module).__name__ == "LlamaRotaryEmbedding" and not isinstance(parent, Rotary64):
             setattr(parent, name.rpartition(".")[2], Rotary64(module))
 
 
@@ -314,10 +331,11 @@ class Rotary64(nn.Module):
 
     def __init__(self, rotary):
         super().__init__()
-        self.register_buffer("inv_freq", rotary.inv_freq.double(), persistent=False)
-        self.scaling = rotary.attention_scaling
+        self.rotary = rotary
 
     def forward(self, x, position_ids):
         """x: for its dtype only; position_ids (B, S) -> cos, sin (B, S, D)."""
-        angles = (position_ids[..., None] * self.inv_freq).repeat(1, 1, 2)
-        return (angles.cos() * self.scaling).to(x.dtype), (angles.sin() * self.scaling).to(x.dtype)
+        self.rotary(x, position_ids)  # some kinds of RoPE set their frequencies by the length
+        angles = (position_ids[..., None] * self.rotary.inv_freq.double()).repeat(1, 1, 2)
+        scaling = self.rotary.attention_scaling
+        return (angles.cos() * scaling).to(x.dtype), (angles.sin() * scaling).to(x.dtype)

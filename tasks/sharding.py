@@ -1,4 +1,4 @@
-"""Who owns what, and the conjugate collectives between the shares: what five scripts build on.
+"""Who owns what, and the conjugate collectives between the shares: what the scripts build on.
 
 Shapes as in utils.py: B batch, S sequence, H hidden, N query heads, K key/value heads, P ranks.
 """
@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 
 
 class UserError(ValueError):
-    """Bad input. Ends the job with one `error: ...` line and exit code 2, without a traceback."""
+    """Bad input. One `error: ...` line, no traceback of ours, and each rank exits with code 2."""
 
 
 def share(items, parts, index):
@@ -61,6 +61,8 @@ def keep_shard(layer, dim, start, stop):
             setattr(layer, name, shard)
     if isinstance(layer, nn.Linear):
         layer.out_features, layer.in_features = layer.weight.shape
+    else:
+        layer.num_embeddings = len(layer.weight)
 
 
 def shard_of(parameter):

@@ -55,7 +55,7 @@ def tensor_parallelize(model, group, vocab_parallel=True):
 
                             whole       this rank's
     q_proj                  (N D, H)    (N/P D, H)      whole heads
-    k_proj, v_proj          (K D, H)    (K/P D, H)      the KV heads that those query heads use
+    k_proj, v_proj          (K D, H)    (max(K/P, 1) D, H)  the KV heads of those query heads
     o_proj                  (H, N D)    (H, N/P D)
     gate_proj, up_proj      (F, H)      (F/P, H)
     down_proj               (H, F)      (H, F/P)
@@ -76,7 +76,7 @@ def tensor_parallelize(model, group, vocab_parallel=True):
     units = share(model.config.intermediate_size, ranks, rank)
     if ranks > num_kv_heads:
         members = dist.get_process_group_ranks(group)[slice(*holders)]
-        holders = dist.new_group(members, use_local_synchronization=True)
+        holders_group = dist.new_group(members, use_local_synchronization=True)
 
     def f(module, args, kwargs):
         args = tuple(copy_to_ranks(x, group) for x in args)
@@ -93,7 +93,7 @@ def tensor_parallelize(model, group, vocab_parallel=True):
         for projection in attention.k_proj, attention.v_proj:
             keep_shard(projection, 0, keys[0] * D, keys[1] * D)
             if ranks > num_kv_heads:
-                projection.__class__, projection.holders = SharedLinear, holders
+                projection.__class__, projection.holders = SharedLinear, holders_group
         keep_shard(attention.o_proj, 1, queries[0] * D, queries[1] * D)
         attention.num_key_value_groups = (queries[1] - queries[0]) // (keys[1] - keys[0])
 
@@ -113,7 +113,7 @@ def tensor_parallelize(model, group, vocab_parallel=True):
         tied = head.weight is embedding.weight
         keep_shard(embedding, 0, *rows)
         if tied:
-            head.weight = embedding.weight
+            head.weight, head.out_features = embedding.weight, len(embedding.weight)
         else:
             keep_shard(head, 0, *rows)
         embedding.__class__ = VocabParallelEmbedding
@@ -129,11 +129,11 @@ class VocabParallelEmbedding(nn.Embedding):
 
     def forward(self, ids):
         """ids (B, S) -> (B, S, H): zeros where the row is another rank's, then g."""
-        start, stop = self.rows
-        elsewhere = (ids < start) | (ids >= stop)
+        first, end = self.rows
+        elsewhere = (ids < first) | (ids >= end)
         padding = self.padding_idx  # this token's row gets no gradient, in the whole model too
-        padding = padding - start if padding is not None and start <= padding < stop else None
-        local = F.embedding((ids - start).masked_fill(elsewhere, 0), self.weight, padding)
+        padding = padding - first if padding is not None and first <= padding < end else None
+        local = F.embedding((ids - first).masked_fill(elsewhere, 0), self.weight, padding)
         return sum_over_ranks(local.masked_fill(elsewhere[..., None], 0), self.group)
 
 
@@ -151,10 +151,10 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits, targets, rows, group):
-        start, stop = rows
+        first, end = rows
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        here = ((targets >= start) & (targets < stop)).nonzero()[:, 0]
-        column = targets[here] - start
+        here = ((targets >= first) & (targets < end)).nonzero()[:, 0]
+        column = targets[here] - first
         mine = wide.new_zeros(2, len(targets))
         mine[0] = wide.logsumexp(-1)
         mine[1, here] = wide[here, column]
@@ -204,7 +204,7 @@ class GatherLastDim(torch.autograd.Function):
         padded = F.pad(x, (0, widest - x.shape[-1])).movedim(-1, 0)
         shares = [share(size, group.size(), rank) for rank in range(group.size())]
         pieces = zip(all_gather(padded, group), shares, strict=True)
-        return torch.cat([p[: stop - start] for p, (start, stop) in pieces]).movedim(0, -1)
+        return torch.cat([p[: end - first] for p, (first, end) in pieces]).movedim(0, -1)
 
     @staticmethod
     def backward(ctx, grad):
@@ -213,8 +213,11 @@ class GatherLastDim(torch.autograd.Function):
 
 def gather_logits(model, args, kwargs, output, group):
     """Forward hook: whole logits, as from the whole model, where no loss was asked for."""
-    if kwargs.get("labels") is None:
-        output.logits = GatherLastDim.apply(output.logits, model.config.vocab_size, group)
+    if kwargs.get("labels") is not None:
+        return output
+    if isinstance(output, tuple):  # return_dict=False: logits come first
+        return GatherLastDim.apply(output[0], model.config.vocab_size, group), *output[1:]
+    output.logits = GatherLastDim.apply(output.logits, model.config.vocab_size, group)
     return output
 
 
@@ -245,7 +248,8 @@ def main():
         if args.vocab_parallel:
             show_model(run, parallelize, loss, whole_logits)
         else:
-            show_model(run, parallelize, plain_loss, lambda logits: logits)
+            whole = "norm", "embed_tokens", "lm_head"
+            show_model(run, parallelize, plain_loss, lambda logits: logits, whole)
 
 
 if __name__ == "__main__":

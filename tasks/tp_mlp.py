@@ -10,6 +10,8 @@ the ranks' partial outputs. Its mirror image is needed in the backward, in front
                     forward: nothing                     forward: all-reduce
                     backward: all-reduce                 backward: nothing
 
+f and g are `copy_to_ranks` and `sum_over_ranks`, in sharding.py.
+
     OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 4 tasks/tp_mlp.py
 
 prints the reference's and every rank's outputs and input gradients, the golden values of the
@@ -20,7 +22,7 @@ Two questions that the assignment leaves open:
 
 * Recomputation and dropout. A block that is recomputed in the backward must drop the same values
   again. `torch.utils.checkpoint` restores the random state for that; a hand-written autograd
-  function that calls the block again does not. The check `recompute` would see it.
+  function that calls the block again does not. The check `recomputed with dropout` would see it.
 * Do the gradients of the (replicated) norm have to be summed over ranks? No. f stands between the
   norm and the sharded layers, so what enters the norm's backward is summed already, and the norm's
   input is the same on all ranks: each rank computes the whole gradient. The checks compare it with
@@ -77,10 +79,10 @@ def tensor_parallelize_mlp(mlp, group):
     Source: Megatron-LM, arXiv 1909.08053, section 3.
     """
     rank, ranks = group.rank(), group.size()
-    start, stop = share(mlp.up_proj.out_features, ranks, rank)
-    keep_shard(mlp.gate_proj, 0, start, stop)
-    keep_shard(mlp.up_proj, 0, start, stop)
-    keep_shard(mlp.down_proj, 1, start, stop)
+    units = share(mlp.up_proj.out_features, ranks, rank)
+    keep_shard(mlp.gate_proj, 0, *units)
+    keep_shard(mlp.up_proj, 0, *units)
+    keep_shard(mlp.down_proj, 1, *units)
     if rank != 0:
         mlp.down_proj.bias = None
     mlp.register_forward_pre_hook(lambda module, args: (copy_to_ranks(args[0], group),))
@@ -138,11 +140,19 @@ def compare(run, title, reference, parallel, x):
     run.check_gradients(f"{title}, random upstream:", parallel, references)
 
     # Recomputed in the backward, with dropout: it has to drop the same values again.
-    parallel.dropout, results = 0.5, []
+    parallel.dropout, results, calls = 0.5, [], []
+    counter = parallel.mlp.register_forward_hook(lambda *_: calls.append(1))
     for recompute in (False, True):
         torch.manual_seed(run.args.seed)
         results.append([*step(parallel, x, upstream, recompute)])
         results[-1] += [parameter.grad for parameter in parallel.parameters()]
+    counter.remove()
+    # One forward where activations are kept; where not, another one in the backward.
+    run.check(f"{title} forwards", [(torch.tensor(len(calls)), torch.tensor(3))], tolerance=0.0)
+    dropped = results[0][0]
+    run.check_same_bits(f"{title} with dropout, same bits on all ranks", dropped)
+    share_kept = (dropped != 0).float().mean()
+    run.check(f"{title} with dropout, half is dropped", [(share_kept, 0 * share_kept + 0.5)], 0.2)
     name = f"{title} recomputed with dropout, same bits as kept"
     run.check(name, zip(*results, strict=True), tolerance=0.0)
     return y, x_grad

@@ -1,7 +1,8 @@
-"""Plumbing that every task script shares: launching, loading, comparing, timing.
+"""Plumbing that every task script shares: starting, flags, printing, ending.
 
 The techniques are in the task scripts. What several of them build on comes through here too:
-Megatron's f and g and the dealing out of heads (`sharding.py`), and weights (`loading.py`).
+Megatron's f and g and the dealing out of heads (`sharding.py`), weights (`loading.py`), and the
+checks (`comparing.py`, `model_checks.py`).
 
 Shapes, in the whole repo: B batch, S sequence, H hidden, N query heads, K key/value heads,
 D head dim, F MLP units, V vocabulary, P ranks. Local sizes are written S/P, N/P and so on, also
@@ -17,6 +18,7 @@ import os
 import platform
 import signal
 import sys
+import tempfile
 import time
 from contextlib import contextmanager
 from functools import cached_property
@@ -58,14 +60,14 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch
 # ---------------------------------------------------------------- what a user got wrong
 
 
-def fail(message):
+def fail(message, patient=True):
     """Print one `error:` line for the whole job and exit with code 2."""
-    if env_rank():
+    if patient and env_rank():
         # torchrun ends the job when the first rank exits; if that were this one, rank 0's line
         # could get lost. Rank 0 sees the same error unless only this rank can see it.
         time.sleep(10)
     sys.stdout.flush()
-    print(f"error: {message}", file=sys.stderr, flush=True)
+    print(f"error: {' '.join(str(message).split())}", file=sys.stderr, flush=True)
     os._exit(2)  # at once: an ordinary exit would wait for the process group
 
 
@@ -83,6 +85,13 @@ class Parser(argparse.ArgumentParser):
     def print_help(self, file=None):
         if env_rank() == 0:
             super().print_help(file)
+
+
+def seed(text):
+    """argparse type: what a random generator takes."""
+    if not text.isdigit() or int(text) >= 2**32:
+        raise argparse.ArgumentTypeError(f"must be a whole number below 2**32, not {text!r}")
+    return int(text)
 
 
 def make_parser(doc):
@@ -105,7 +114,7 @@ def make_parser(doc):
         default="auto",
         help="auto: CUDA (NCCL) if there is a GPU for each rank, else CPU (gloo); default auto",
     )
-    add("--seed", type=int, default=1337, help="of random weights and inputs; default 1337")
+    add("--seed", type=seed, default=1337, help="of random weights and inputs; default 1337")
     add("--json", metavar="FILE", type=Path, help="write checks and results there; default none")
     return parser
 
@@ -125,17 +134,12 @@ def start(args, timeout_s=600):
     world_size = read_environment()
     check_writable(args.json)
     device, notice = choose_device(args.device)
-    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
-        # If torchrun is killed, its workers would live on, each in a session of its own.
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # 1 = PR_SET_PDEATHSIG
+    end_with_torchrun()
     if world_size == 1:
         store, rank = dist.HashStore(), 0
         notice = notice or "1 rank: nothing is split; start more with torchrun --nproc_per_node"
     else:
-        store, rank, _ = next(dist.rendezvous("env://"))
-        # torchrun keeps one store for all its attempts; a restarted rank must not read the dead
-        # attempt's addresses (pytorch issue 135712).
-        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+        store, rank = join_store()
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
         store=store,
@@ -163,23 +167,52 @@ def start(args, timeout_s=600):
 def read_environment():
     """The world size that torchrun set, or 1 without torchrun."""
     names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"]
-    missing = [name for name in names if not os.environ.get(name)]
-    if len(missing) == len(names):
+    values = {name: os.environ[name] for name in names if os.environ.get(name)}
+    if not values:
         return 1
+    hint = "unset them, or start with torchrun --standalone"
+    missing = ", ".join(name for name in names if name not in values)
     if missing:
-        fail(f"{', '.join(n for n in names if n not in missing)} set, but not "
-             f"{', '.join(missing)}: unset them, or start with torchrun --standalone")  # fmt: skip
-    return int(os.environ["WORLD_SIZE"])
+        fail(f"{', '.join(values)} set, but not {missing}: {hint}", patient=False)
+    numbers = [values[name] for name in names if name != "MASTER_ADDR"]
+    if not all(n.isdigit() for n in numbers) or not env_rank() < int(values["WORLD_SIZE"]):
+        said = ", ".join(f"{name}={value}" for name, value in values.items())
+        fail(f"{said}: no such rank; {hint}", patient=False)
+    return int(values["WORLD_SIZE"])
+
+
+def join_store(seconds=120):
+    """The ranks' common store, and this rank; for one start attempt of torchrun's only."""
+    try:
+        timeout = datetime.timedelta(seconds=seconds)
+        store, rank, _ = next(dist.rendezvous("env://", timeout=timeout))
+    except (dist.DistError, ValueError, RuntimeError) as error:
+        place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        fail(f"no other ranks at {place} ({error}): start with torchrun --standalone")
+    # torchrun keeps one store for all its attempts; a restarted rank must not read the dead
+    # attempt's addresses (pytorch issue 135712).
+    return dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store), rank
+
+
+def end_with_torchrun():
+    """If torchrun is killed, its workers would live on, each in a session of its own."""
+    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # 1 = PR_SET_PDEATHSIG
+        if os.getppid() == 1 and b"torch" not in Path("/proc/1/cmdline").read_bytes():
+            os._exit(1)  # it is gone already, and we are an orphan
 
 
 def check_writable(path):
     """Refuse an output file that cannot be written, before any work is done."""
     if path is None:
         return
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        fail(f"--json {path}: must be a file in an existing directory")
-    if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
-        fail(f"--json {path}: not writable")
+    try:
+        if path.exists() and not path.is_file():
+            fail(f"--json {path}: not a file")
+        with tempfile.TemporaryFile(dir=path.resolve().parent):
+            pass
+    except OSError as error:
+        fail(f"--json {path}: cannot be written there ({error.strerror}); name another file")
 
 
 def choose_device(wanted):
@@ -290,9 +323,11 @@ class Run(Comparison):
                          "transformers": transformers.__version__, "peft": peft.__version__},
             "checks": self.checks, "results": self.results,
         }  # fmt: skip
-        part = path.with_name(path.name + ".tmp")
-        part.write_text(json.dumps(record, indent=1) + "\n")
-        os.replace(part, path)
+        path = path.resolve()
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as part:
+            part.write(json.dumps(record, indent=1) + "\n")
+        os.chmod(part.name, 0o644)
+        os.replace(part.name, path)
 
 
 def brief(tensor):

@@ -16,7 +16,7 @@ def make_llama(directory, **changes):
     settings = dict(
         hidden_size=42, num_hidden_layers=3, num_attention_heads=6, num_key_value_heads=3,
         head_dim=10, intermediate_size=53, vocab_size=211, max_position_embeddings=300,
-        tie_word_embeddings=False, attention_bias=True, mlp_bias=True, pad_token_id=7,
+        tie_word_embeddings=False, attention_bias=True, mlp_bias=True, pad_token_id=150,
     )  # fmt: skip
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**settings | changes))

@@ -74,6 +74,15 @@ DAMAGE = {
     "config is not JSON": (lambda d: (d / "config.json").write_text("{"), "not valid JSON"),
     "another kind of model": (lambda d: change_config(d, model_type="gpt2"), "a gpt2 model"),
     "heads do not fit": (lambda d: change_config(d, num_attention_heads=5), "config.json"),
+    "config is a folder": (
+        lambda d: ((d / "config.json").unlink(), (d / "config.json").mkdir()),
+        "cannot be read",
+    ),
+    "config is a list": (lambda d: (d / "config.json").write_text("[]"), "not valid JSON"),
+    "odd groups": (lambda d: change_config(d, num_key_value_heads=4), "6 query heads"),
+    "no such activation": (lambda d: change_config(d, hidden_act="none"), "config.json"),
+    "rope is a word": (lambda d: change_config(d, rope_parameters="x"), "rope_parameters"),
+    "tied, but is not": (lambda d: change_config(d, tie_word_embeddings=True), "has another one"),
     "truncated": (lambda d: truncate(d / "model.safetensors"), "damaged safetensors"),
     "zero bytes": (lambda d: (d / "model.safetensors").write_bytes(b""), "damaged safetensors"),
     "no weights": (lambda d: (d / "model.safetensors").unlink(), "no model.safetensors"),
@@ -139,6 +148,8 @@ def test_sharded_directory_loads(directory):
         ("/no/such/model", "no such directory"),
         ("./model", "no such directory"),
         ("gpt2", "no such directory"),
+        ("x" * 300, "no such directory"),
+        ("~nosuchuser/x", "no such directory"),
         ("random/huge", "no such preset; there are random/small, random/llama-3.2-1b"),
     ],
 )
@@ -170,6 +181,7 @@ USAGE = {
     "no new tokens": (["--new-tokens", "0"], "must be a whole number above 0"),
     "prompt too long": (["--new-tokens", "3000"], "tiny takes 2048"),
     "one token": (["--seq-len", "1"], "--seq-len 1"),
+    "seed": (["--seed", "-1"], "--seed"),
     "JSON into nowhere": (["--json", "/no/such/folder/x.json"], "--json /no/such/folder/x.json"),
     "JSON onto a folder": (["--json", "/tmp"], "--json /tmp"),
     "no GPU": (["--device", "cuda"], "PyTorch sees no GPU"),
@@ -204,9 +216,17 @@ def test_too_many_ranks(tmp_path, odd_llama):
     assert result.code == 2 and result.errors() == ["error: 6 query heads: use 1 to 6 ranks, not 7"]
 
 
-def test_stale_environment():
+def test_no_such_rank():
+    env = {"RANK": "3", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost"}
+    result = script("tp_mlp", env=env | {"MASTER_PORT": "29500"})
+    assert result.code == 2 and result.seconds < 10, result.tail()
+    assert len(result.errors()) == 1 and "no such rank" in result.errors()[0], result.tail()
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_stale_environment(rank):
     """A12: a shell in which RANK is left over."""
-    result = script("tp_mlp", env={"RANK": "0"})
+    result = script("tp_mlp", env={"RANK": rank})
     assert result.code == 2 and result.seconds < 10, result.tail()
     assert result.errors() and "RANK set, but not WORLD_SIZE" in result.errors()[0], result.tail()
 

@@ -10,7 +10,8 @@ from torch.distributed.run import get_args_parser
 from transformers import LlamaForCausalLM
 
 import launch
-from loading import PRESETS, TINY, Source
+from conftest import make_llama
+from loading import LLAMA3_ROPE, PRESETS, TINY, Source
 from sharding import share, share_heads
 
 CPU = torch.device("cpu")
@@ -46,17 +47,35 @@ def test_share_heads(heads, kv_heads):
         share_heads(heads, kv_heads, heads + 1, 0)
 
 
-def test_reference_is_hugging_faces_model(odd_llama):
-    """Our loader gives, to the bit, what the library's own gives."""
-    for directory in (TINY, odd_llama):
-        theirs = LlamaForCausalLM.from_pretrained(directory).float()
-        ours = Source(str(directory)).load_model(torch.float32, CPU)
-        assert {n: p.tolist() for n, p in ours.named_parameters()} == {
-            n: p.tolist() for n, p in theirs.named_parameters()
-        }
-        ids = torch.arange(2 * 40).view(2, 40)
-        with torch.no_grad():
-            assert torch.equal(ours(ids).logits, theirs(ids).logits)
+ROPE = {
+    "default": None,
+    "linear": {"rope_type": "linear", "factor": 2.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0},
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+    "llama3": LLAMA3_ROPE | {"original_max_position_embeddings": 32},
+}
+
+
+@pytest.mark.parametrize("kind", ROPE)
+def test_reference_is_hugging_faces_model(kind, tmp_path):
+    """Our loader gives, to the bit, what the library's own gives; in float64, to its float32."""
+    make_llama(tmp_path, rope_scaling=ROPE[kind], max_position_embeddings=40, rms_norm_eps=0.03)
+    theirs = LlamaForCausalLM.from_pretrained(tmp_path).float()
+    source = Source(str(tmp_path))
+    ours, exact = source.load_model(torch.float32, CPU), source.load_model(torch.float64, CPU)
+    for name, parameter in theirs.named_parameters():
+        assert torch.equal(ours.get_parameter(name), parameter)
+    ids = torch.arange(2 * 100).view(2, 100)  # longer than all of these were made for
+    with torch.no_grad():
+        assert torch.equal(ours(ids).logits, theirs(ids).logits)
+        assert (exact(ids).logits - theirs(ids).logits).abs().max() < 1e-4
+
+
+def test_tiny_is_what_hugging_face_loads():
+    theirs, ids = LlamaForCausalLM.from_pretrained(TINY).float(), torch.arange(40)[None]
+    ours = Source("tiny").load_model(torch.float32, CPU)
+    with torch.no_grad():
+        assert torch.equal(ours(ids).logits, theirs(ids).logits)
 
 
 def test_random_weights_do_not_depend_on_slices():

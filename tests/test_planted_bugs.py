@@ -41,7 +41,7 @@ def arguments(script, odd_llama):
     flags = {
         "tp_mlp": SMALL,
         "tp_attention": ["--shapes", "model"],
-        "tp_llama": ["--repeats", 0, "--batch-size", 6],
+        "tp_llama": ["--repeats", 0, "--batch-size", 12],
     }
     return ["--model", odd_llama, *flags.get(script, [])]
 
@@ -103,6 +103,22 @@ BUGS = {
         "tp_mlp", 2, "tp_mlp.py", "use_reentrant=False",
         "use_reentrant=False, preserve_rng_state=False", "recomputed with dropout",
     ),
+    "nothing is recomputed": (
+        "tp_mlp", 2, "tp_mlp.py", "in (False, True)", "in (False, False)", "forwards",
+    ),
+    "ranks drop different values": (
+        "tp_mlp", 2, "tp_mlp.py", "torch.manual_seed(run.args.seed)\n        results",
+        "torch.manual_seed(run.args.seed + run.rank)\n        results", "with dropout, same bits",
+    ),
+    "nothing is dropped": (
+        "tp_mlp", 2, "tp_mlp.py", "self.mlp(self.norm(x)), self.dropout)",
+        "self.mlp(self.norm(x)), 0.0)", "half is dropped|forwards",
+    ),
+    "one rank does it all": (
+        "tp_mlp", 2, "sharding.py", "    start = index * (items // parts)",
+        "    return (0, items) if index == 0 else (items, items)\n"
+        "    start = index * (items // parts)", "none whole",
+    ),
     "golden input is drawn first": (
         "tp_mlp", 1, "tp_mlp.py", "            torch.manual_seed(args.seed)\n",
         "            torch.manual_seed(args.seed)\n            torch.randn(1)\n", "golden",
@@ -133,9 +149,19 @@ BUGS = {
         "tp_attention", 2, "tp_attention.py", "attention_mask=mask)", "attention_mask=None)",
         "whatever the padding",
     ),
+    "the padded mask lets the future through": (
+        "tp_attention", 2, "tp_attention.py", "triu(1)", "triu(2)", "not padded",
+    ),
     "attention's mask is dropped in parallel": (
         "tp_attention", 2, "tp_attention.py", "attention_mask=mask)",
         "attention_mask=None if attention._forward_pre_hooks else mask)", "output",
+    ),
+    "every other layer is left whole": (
+        "tp_llama", 2, "tp_llama.py", "in model.model.layers:", "in model.model.layers[::2]:",
+        "none whole",
+    ),
+    "nothing is split": (
+        "tp_llama", 2, "loading.py", "        if parallelize:", "        if False:", "none whole",
     ),
     "no f in the model": (
         "tp_llama", 2, "tp_llama.py", "tuple(copy_to_ranks(x, group) for x in args)", "args",
@@ -151,7 +177,7 @@ BUGS = {
     ),
     "the model's shared KV heads do not add": (
         "tp_llama", 4, "tp_llama.py",
-        "projection.__class__, projection.holders = SharedLinear, holders", "pass",
+        "projection.__class__, projection.holders = SharedLinear, holders_group", "pass",
         "k_proj.weight grad",
     ),
     "no g behind the embedding": (
@@ -164,7 +190,7 @@ BUGS = {
         "embeddings",
     ),
     "the padding token's row learns": (
-        "tp_llama", 2, "tp_llama.py", "padding = padding - start if", "padding = None if",
+        "tp_llama", 2, "tp_llama.py", "padding = padding - first if", "padding = None if",
         "embed_tokens.weight grad",
     ),
     "no f before the LM head": (

@@ -157,7 +157,11 @@ if __name__ == "__main__":
     assert sum(p.numel() for p in model.parameters()) < 0.6 * sum(
         p.numel() for p in whole.parameters())
     torch.testing.assert_close(model(ids).logits, whole(ids).logits, rtol=0, atol=1e-4)
-    torch.testing.assert_close(model(ids, labels=ids).loss, whole(ids, labels=ids).loss)
+    torch.testing.assert_close(model(ids, return_dict=False)[0], model(ids).logits)
+    for more in ({{}}, {{"num_items_in_batch": 5}}):
+        losses = [m(ids, labels=ids, **more).loss for m in (model, whole)]
+        torch.testing.assert_close(*losses)
+    assert model(ids, labels=torch.full_like(ids, -100)).loss == 0  # nothing valid
     many = [m.generate(ids, max_new_tokens=12, do_sample=False) for m in (model, whole)]
     assert torch.equal(*many), many
     dist.destroy_process_group()
