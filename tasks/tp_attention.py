@@ -105,10 +105,8 @@ def step(attention, x, upstream, rotary_tables, mask):
     attention.zero_grad()
     dtype = attention.q_proj.weight.dtype
     x, upstream = x.to(dtype, copy=True).requires_grad_(), upstream.to(dtype)
-    rotary_tables, mask = (
-        [t.to(dtype) for t in rotary_tables],
-        mask if mask is None else mask.to(dtype),
-    )
+    rotary_tables = [table.to(dtype) for table in rotary_tables]
+    mask = None if mask is None else mask.to(dtype)
     y, _ = attention(hidden_states=x, position_embeddings=rotary_tables, attention_mask=mask)
     y.backward(upstream)
     return y.detach(), x.grad
