@@ -108,16 +108,27 @@ TABLES = {
 }
 
 
+def _some(rng: random.Random, words: list, count: int) -> list:
+    """Choose different words, the earlier in the list the likelier, as it is in any language."""
+    chosen = []
+    while len(chosen) < count:
+        word = words[int(len(words) * rng.random() ** 2)]
+        if word not in chosen:
+            chosen.append(word)
+    return chosen
+
+
 def _people(rng: random.Random, count: int, animals: bool) -> list[SimpleNamespace]:
     """Return people with different names; if `animals`, most of them are animals."""
     people, names = [], set()
     for animal in rng.sample(TABLES["animals"], count):
         girl = rng.random() < 0.5
         if animals and (not people or rng.random() < 0.7):
-            name, kind = rng.choice(WORDS["pets"]), animal.kind
+            (name,), kind = _some(rng, WORDS["pets"], 1), animal.kind
         else:
             kinds = ("girl", "girl", "girl", "woman") if girl else ("boy", "boy", "boy", "man")
-            name, kind = rng.choice(WORDS["girls" if girl else "boys"]), rng.choice(kinds)
+            (name,) = _some(rng, WORDS["girls" if girl else "boys"], 1)
+            kind = rng.choice(kinds)
         if name in names:
             return _people(rng, count, animals)
         names.add(name)
@@ -194,7 +205,7 @@ def _cast(rng: random.Random, tense: int, people: list[SimpleNamespace]) -> dict
         ("op", "opposites", 3),
         ("tool", "tools", 3),
     ):
-        for number, words in enumerate(rng.sample(WORDS[name], count), 1):
+        for number, words in enumerate(_some(rng, WORDS[name], count), 1):
             cast[f"{key}{number}"] = words
     for number, row in enumerate(rng.sample(TABLES["coloured"], 3), 1):
         cast[f"x{number}"] = row

@@ -8,7 +8,7 @@ import corpus
 import torch
 from tokenizers import Tokenizer
 
-PROSE_EVERY = 30  # documents, one is a paragraph of prose
+PROSE_EVERY = 50  # documents, one is a paragraph of prose
 
 
 def documents(seed: int) -> Iterator[str]:
