@@ -63,7 +63,8 @@ class Source:
     """The configuration, weights and tokenizer that `--model` names.
 
     Checks everything that can be checked without reading weights; raises `UserError` with one line
-    that says what is wrong. `config` is a LlamaConfig, `directory` is None for random weights.
+    that says what is wrong. `config` is a LlamaConfig, `directory` is None for random weights,
+    `shapes` has every parameter's, by name.
     """
 
     def __init__(self, name, num_layers=None, seed=0):
@@ -86,7 +87,8 @@ class Source:
             settings = read_settings(self.directory)
         try:
             self.config = LlamaConfig(**settings)
-            self.empty_model()
+            parameters = self.empty_model().named_parameters()
+            self.shapes = {name: tuple(p.shape) for name, p in parameters}
         except Exception as error:  # the library's own validation: say what it says, in one line
             raise UserError(f"{name}: config.json: {' '.join(str(error).split())}") from None
         heads, kv_heads = self.config.num_attention_heads, self.config.num_key_value_heads
@@ -128,7 +130,7 @@ class Source:
 
     def check_names(self):
         """Missing, unexpected and misshapen tensors: the library would only warn."""
-        expected = {name: tuple(p.shape) for name, p in self.empty_model().named_parameters()}
+        expected = self.shapes
         found = {name: shape for name, (_, shape) in self.files.items()}
         if self.config.tie_word_embeddings and found.pop("lm_head.weight", None):
             tied = "lm_head.weight", "model.embed_tokens.weight"
@@ -162,7 +164,7 @@ class Source:
 
     def random(self, name, shard):
         """Seeded values, the same however they are sliced; in blocks of rows, to save memory."""
-        shape = dict(self.shapes())[name]
+        shape = self.shapes[name]
         dim, start, stop = shard or (0, 0, shape[0])
         generator = torch.Generator().manual_seed(zlib.crc32(f"{self.seed} {name}".encode()))
         pieces, rows = [], 4096
@@ -176,11 +178,6 @@ class Source:
             pieces.append(block.clone())
         values = torch.cat(pieces)
         return values + 1 if name.endswith("norm.weight") else values
-
-    def shapes(self):
-        if not hasattr(self, "_shapes"):
-            self._shapes = [(n, tuple(p.shape)) for n, p in self.empty_model().named_parameters()]
-        return self._shapes
 
     def tokenizer(self):
         """The model's tokenizer, or None for random weights or a directory without one."""
