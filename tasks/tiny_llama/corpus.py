@@ -123,11 +123,12 @@ def _people(rng: random.Random, count: int, animals: bool) -> list[SimpleNamespa
     people, names = [], set()
     for animal in rng.sample(TABLES["animals"], count):
         girl = rng.random() < 0.5
+        choose = _some if people else random.Random.sample  # a hero may have any name
         if animals and (not people or rng.random() < 0.7):
-            (name,), kind = _some(rng, WORDS["pets"], 1), animal.kind
+            (name,), kind = choose(rng, WORDS["pets"], 1), animal.kind
         else:
             kinds = ("girl", "girl", "girl", "woman") if girl else ("boy", "boy", "boy", "man")
-            (name,) = _some(rng, WORDS["girls" if girl else "boys"], 1)
+            (name,) = choose(rng, WORDS["girls" if girl else "boys"], 1)
             kind = rng.choice(kinds)
         if name in names:
             return _people(rng, count, animals)
@@ -241,6 +242,7 @@ def _chapter(rng: random.Random, people: list[SimpleNamespace], tense: int, firs
         chapter += ("\n" if "/" in marks else " ") + _fill(tree, rng, tense).strip()
     chapter = chapter.strip().format_map(_cast(rng, tense, people))
     chapter = re.sub(r"\b([Aa]) (?=[aeiouAEIOU])", r"\1n ", re.sub(" +", " ", chapter))
+    chapter = re.sub(r'(?<!, )"[a-z]', lambda quoted: quoted[0].upper(), chapter)
     return _capital(chapter)
 
 

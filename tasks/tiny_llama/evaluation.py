@@ -21,7 +21,7 @@ PROMPTS = [
     "Emil lost his golden lantern at the",
     "It was the first Sunday in April, and",
     "On Monday, Hana and her uncle saw",
-    '"Where have you been?" asked Otto',
+    '"Where have you hidden it?" asked Otto',
     "What colour is the old cart? The",
     "There are nine mushrooms in the cup",
     "Dear Leila, last night I had",

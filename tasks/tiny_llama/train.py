@@ -167,7 +167,7 @@ def main() -> None:
         help="the folder to write; files of an earlier model there are replaced at the very end",
     )
     parser.add_argument(
-        "--steps", type=int, default=3600, help=f"training steps, of {BATCH_TOKENS} tokens each"
+        "--steps", type=int, default=3900, help=f"training steps, of {BATCH_TOKENS} tokens each"
     )
     parser.add_argument(
         "--seed", type=int, default=1337, help="decides the text and the first weights"
