@@ -8,11 +8,12 @@ BIN := .venv/bin
 FOUND = $(shell grep -l '__name__ == "__main__"' tasks/*.py)
 SCRIPTS = tasks/tp_mlp.py $(filter-out tasks/tp_mlp.py,$(FOUND))
 
-.PHONY: help demo test test-all test-course tiny-llama lint clean
+.PHONY: help demo test test-all test-course bench figures tiny-llama lint clean
 help:
 	@echo "make demo         every task, NPROC=$(NPROC) ranks, MODEL=$(MODEL), DEVICE=$(DEVICE)"
 	@echo "make test-all     all tests; make test: the fast ones"
 	@echo "make test-course  all tests with the course's versions of transformers and peft"
+	@echo "make bench        measure speed (an hour and more); make figures: draw what was measured"
 	@echo "make tiny-llama   write, train and evaluate the embedded model anew"
 	@echo "make lint, make clean"
 
@@ -32,6 +33,12 @@ test-all: .venv/ready
 
 test-course: .venv-course/ready
 	.venv-course/bin/python -m pytest -q --durations 5
+
+bench: .venv/ready
+	$(BIN)/python figures/tp_speed.py
+
+figures: .venv/ready
+	$(BIN)/python figures/draw.py
 
 tiny-llama: .venv/ready
 	$(BIN)/python tasks/tiny_llama/train.py

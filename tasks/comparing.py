@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from loading import compute_in_float64
-from sharding import SharedLinear, shard_of
+from sharding import SharedLinear, local_part, shard_of
 
 # Allowed difference, as a share of the largest reference value. A parallel run adds the same
 # products in another order, so it is off by a few roundings (6e-8 in float32, 1e-16 in float64)
@@ -113,7 +113,10 @@ class Comparison:
                     dim, start, stop = shard_of(mine[name])
                     actual = value(mine[name])
                     actual = torch.zeros_like(mine[name]) if actual is None else actual
-                    yield actual, *(e.narrow(dim, start, stop - start) for e in expected)
+                    yield (
+                        local_part(actual, mine[name]),
+                        *(e.narrow(dim, start, stop - start) for e in expected),
+                    )
 
         return {kind: pairs(names) for kind, names in kinds.items()}
 

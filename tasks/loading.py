@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from sharding import UserError, shard_of
 
@@ -49,6 +50,11 @@ def fill(module, read, dtype, device):
     """
     for name, meta in list(module.named_parameters()):
         values = read(name, shard_of(meta)).to(device, dtype)
+        if isinstance(meta, DTensor):
+            values = DTensor.from_local(
+                values, meta.device_mesh, meta.placements,
+                run_check=False, shape=meta.shape, stride=meta.stride(),
+            )  # fmt: skip
         assert values.shape == meta.shape, (name, values.shape, meta.shape)
         real = nn.Parameter(values, requires_grad=meta.requires_grad)
         real.shard = shard_of(meta)

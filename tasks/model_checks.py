@@ -46,23 +46,31 @@ def add_model_flags(parser):
     )
 
 
-def show_model(run, parallelize, loss, whole_logits, whole=("norm",)):
+def show_model(run, parallelize, loss, whole_logits, whole=("norm",), also=None):
     """Check --model, continue the prompt with it, and measure it.
 
     parallelize(model): shards a LlamaForCausalLM in place. loss(model, labels, **inputs): the
     parallel model's mean loss. whole_logits(logits): an LM head's output, whole on every rank.
     whole: words in the names of the parameters that are not split.
+    also(tokenizer, prompt, batch, parallel, references): further checks, before the measurements.
     """
     args, source = run.args, run.source
     tokenizer = run.together(source.tokenizer)
-    prompt = encode_prompt(run, source, tokenizer)
+    prompt, mask = encode_prompts(run, source, tokenizer)
     batch = make_batch(run, source, tokenizer)
     reference = source.load_model(run.dtype, run.device) if run.rank == 0 else None
     references = run.references(reference)
     parallel = run.together(lambda: source.load_model(run.dtype, run.device, parallelize))
     run.check_weights("all", parallel, references, lambda name: True, whole)
     check_model(run, source, parallel, references, batch, loss)
-    continue_prompt(run, tokenizer, prompt, parallel, references, whole_logits)
+    count = args.new_tokens
+    tokens = generate(parallel, prompt, count, whole_logits)
+    ((expected, *_),) = run.expect(
+        lambda model: [generate(model, prompt, count, lambda logits: logits)], references
+    )
+    check_text(run, tokenizer, tokens, expected, references, mask)
+    if also:
+        also(tokenizer, prompt, batch, parallel, references)
     del references
     if args.repeats > 0:
         measure_time(run, reference, parallel, batch[0])
@@ -70,26 +78,34 @@ def show_model(run, parallelize, loss, whole_logits, whole=("norm",)):
         measure_memory(run, source, parallelize, batch[0])
 
 
-def encode_prompt(run, source, tokenizer):
-    """The tokens of --prompt, (1, S)."""
+def encode_prompts(run, source, tokenizer):
+    """The tokens of --prompt, one or several, padded on the left, and their mask: (B, S) both."""
     args, limit = run.args, source.config.max_position_embeddings
-    tokens = [i % source.config.vocab_size for i in range(1, 6)]
-    if tokenizer:
-        try:
-            tokens = tokenizer(args.prompt)["input_ids"]
-        except (TypeError, UnicodeError):
-            raise UserError(f"--prompt {args.prompt!r}: not valid Unicode") from None
-    if not tokens:
-        raise UserError("--prompt is empty: give at least one word")
-    if len(tokens) + args.new_tokens > limit:
-        raise UserError(f"--prompt has {len(tokens)} tokens and --new-tokens adds "
-                        f"{args.new_tokens}, but {source.name} takes {limit}")  # fmt: skip
-    if max(tokens) >= source.config.vocab_size:
-        raise UserError(f"--prompt has token {max(tokens)}, but {source.name} has only "
-                        f"{source.config.vocab_size}")  # fmt: skip
-    if not tokenizer:
-        run.say(f"note: {source.name} has no tokenizer: the prompt is tokens {tokens}")
-    return torch.tensor([tokens], device=run.device)
+    prompts = [args.prompt] if isinstance(args.prompt, str) else args.prompt
+    rows = []
+    for number, prompt in enumerate(prompts):
+        tokens = [i % source.config.vocab_size for i in range(1, 6 + number)]
+        if tokenizer:
+            try:
+                tokens = tokenizer(prompt)["input_ids"]
+            except (TypeError, UnicodeError):
+                raise UserError(f"--prompt {prompt!r}: not valid Unicode") from None
+        if not tokens:
+            raise UserError("--prompt is empty: give at least one word")
+        if len(tokens) + args.new_tokens > limit:
+            raise UserError(f"--prompt has {len(tokens)} tokens and --new-tokens adds "
+                            f"{args.new_tokens}, but {source.name} takes {limit}")  # fmt: skip
+        if max(tokens) >= source.config.vocab_size:
+            raise UserError(f"--prompt has token {max(tokens)}, but {source.name} has only "
+                            f"{source.config.vocab_size}")  # fmt: skip
+        if not tokenizer:
+            run.say(f"note: {source.name} has no tokenizer: a prompt is tokens {tokens}")
+        rows.append(torch.tensor(tokens, device=run.device))
+    length = max(len(row) for row in rows)
+    # Any token will do as padding, with or without a pad token: the mask hides it.
+    ids = torch.stack([F.pad(row, (length - len(row), 0)) for row in rows])
+    mask = torch.stack([F.pad(row * 0 + 1, (length - len(row), 0)) for row in rows])
+    return ids, mask
 
 
 def make_batch(run, source, tokenizer):
@@ -204,28 +220,43 @@ def generate(model, ids, new_tokens, whole_logits):
     return ids
 
 
-def continue_prompt(run, tokenizer, prompt, parallel, references, whole_logits):
-    """Print and compare the greedy continuation of the prompt."""
-    count = run.args.new_tokens
-    tokens = generate(parallel, prompt, count, whole_logits)
-    (expected,) = run.expect(lambda m: [generate(m, prompt, count, lambda x: x)], references)
+def hf_generate(model, ids, new_tokens, **options):
+    """The same by Hugging Face's own loop, with its cache: ids (B, S) -> (B, S + new_tokens).
+
+    It stops early when every sequence has ended; what is missing then is filled with -1.
+    """
+    length = ids.shape[1] + new_tokens
+    options = {"attention_mask": torch.ones_like(ids), "pad_token_id": 0, **options}
+    ids = model.generate(ids, max_new_tokens=new_tokens, do_sample=False, **options)
+    return F.pad(ids, (0, length - ids.shape[1]), value=-1)
+
+
+def check_text(run, tokenizer, tokens, expected, references, mask, how="", show=True):
+    """Compare continuations, (B, tokens) both, this rank's and the reference's; print if `show`.
+
+    mask: of the prompts, (B, S). how: said in the check's name.
+    """
 
     def text(ids):
-        return repr(tokenizer.decode(ids[0])) if tokenizer else ids[0].tolist()
+        if not tokenizer:
+            return ids.tolist()
+        rows = (row[len(m) - m.sum() :] for row, m in zip(ids, mask, strict=True))
+        return " ".join(repr(tokenizer.decode(row[row >= 0])) for row in rows)
 
-    expected = expected[0]
-    run.say(f"Reference text (rank=0): {text(expected)}")
-    run.print_in_order(f"TParallel text (rank={run.rank}): {text(tokens)}")
+    if show:
+        run.say(f"Reference text (rank=0): {text(expected)}")
+        run.print_in_order(f"TParallel text (rank={run.rank}): {text(tokens)}")
+    name = f"generated tokens{how}"
     if run.dtype == torch.bfloat16 and not torch.equal(tokens, expected):
         # In bfloat16 two tokens may tie. Where the texts part, they must have.
-        at = (tokens != expected).nonzero()[0, 1]
-        ((logits, *_),) = run.expect(lambda m: [m(expected[:, :at]).logits[0, -1]], references)
-        pair = logits[tokens[0, at]], logits[expected[0, at]]
-        run.check(
-            f"generated tokens, a tie at token {at}", [pair], 2**-6 * logits.abs().max().item()
-        )
+        row, at = (tokens != expected).nonzero()[0]
+        seen, ids = F.pad(mask, (0, at - mask.shape[1]), value=1), expected[:, :at]
+        options = dict(attention_mask=seen)
+        ((logits, *_),) = run.expect(lambda m: [m(ids, **options).logits[row, -1]], references)
+        pair = logits[tokens[row, at]], logits[expected[row, at]]
+        run.check(f"{name}, a tie at token {at}", [pair], 2**-6 * logits.abs().max().item())
     else:
-        run.check("generated tokens", [(tokens, expected)], tolerance=0.0)
+        run.check(name, [(tokens, expected)], tolerance=0.0)
 
 
 def measure_time(run, reference, parallel, ids):

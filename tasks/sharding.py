@@ -8,6 +8,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
 
 # ---------------------------------------------------------------- who owns what
 
@@ -67,14 +68,33 @@ def keep_shard(layer, dim, start, stop):
 
 def shard_of(parameter):
     """(dim, start, stop) of a sharded parameter; the whole of dim 0 for any other."""
+    if isinstance(parameter, DTensor) and parameter.placements[0].is_shard():
+        dim, mesh = parameter.placements[0].dim, parameter.device_mesh
+        size, chunk = parameter.shape[dim], -(-parameter.shape[dim] // mesh.size())
+        start = min(mesh.get_local_rank() * chunk, size)  # equal chunks; the last may be short
+        return dim, start, min(start + chunk, size)
     return getattr(parameter, "shard", (0, 0, parameter.shape[0]))
+
+
+def local_part(tensor, like=None):
+    """What this rank holds of a DTensor, laid out as `like` is; any other tensor as it is."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    # A gradient need not lie where its parameter does: that of an embedding is whole on all ranks.
+    return (tensor if like is None else tensor.redistribute(placements=like.placements)).to_local()
 
 
 # ---------------------------------------------------------------- f and g
 
 
 def all_reduce(tensor, group):
-    """Sum over the ranks of `group`, out of place: autograd may still need the input."""
+    """Sum over the ranks of `group`, out of place: autograd may still need the input.
+
+    On the CPU few bytes cost the number of their messages: gloo's all-reduce scatters the sum and
+    gathers it, one after the other; an all-gather and a sum on each rank are half of the steps.
+    """
+    if tensor.device.type == "cpu" and tensor.nbytes <= 2**16:
+        return all_gather(tensor, group).sum(0)
     total = tensor.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group)
     return total

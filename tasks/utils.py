@@ -39,12 +39,23 @@ from loading import (  # noqa: F401 - a task script imports utils alone
     fill,
     is_hub_id,
 )
-from model_checks import add_model_flags, plain_loss, positive, show_model  # noqa: F401
+from measuring import bytes_sent, interleave, median_ratio  # noqa: F401
+from model_checks import (  # noqa: F401
+    add_model_flags,
+    check_text,
+    encode_prompts,
+    hf_generate,
+    natural,
+    plain_loss,
+    positive,
+    show_model,
+)
 from sharding import (  # noqa: F401
     SharedLinear,
     all_gather,
     copy_to_ranks,
     keep_shard,
+    local_part,
     shard_of,
     share,
     share_heads,

@@ -110,6 +110,9 @@ def rank_main(path, args, env, log):
         os.dup2(err.fileno(), 2)
     os.environ.clear()
     os.environ.update(env)
+    import torch
+
+    torch.set_num_threads(int(env["OMP_NUM_THREADS"]))  # read at import, which was before
     sys.argv = [str(path), *map(str, args)]
     sys.path.insert(0, str(Path(path).parent))
     runpy.run_path(str(path), run_name="__main__")

@@ -199,6 +199,46 @@ def test_usage(name):
     assert "Traceback" not in result.err, result.tail()
 
 
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--prompt", "One day", ""], "--prompt is empty"),
+        (["--prompt"], "--prompt"),
+        (["--new-tokens", "0"], "must be a whole number above 0"),
+        (["--new-tokens", "2045"], "tiny takes 2048"),
+        (["--prompt-len", "0"], "--prompt-len"),
+    ],
+)
+def test_usage_of_the_cache(args, message):
+    result = script("kv_cache", *args)
+    assert result.code == 2 and result.seconds < 15, result.tail()
+    assert len(result.errors()) == 1 and message in result.errors()[0], result.tail()
+
+
+def test_no_pad_token(tmp_path):
+    """Prompts of different lengths are padded without one: the mask hides what with."""
+    directory = shutil.copytree(launch.TASKS / "tiny_llama", tmp_path / "model")
+    settings = json.loads((directory / "tokenizer_config.json").read_text())
+    del settings["pad_token"]
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+    change_config(directory, pad_token_id=None)
+    args = ["--model", directory, "--repeats", 0]
+    result = launch.ranks(launch.TASKS / "kv_cache.py", *args, nproc=2, folder=tmp_path)
+    assert result.code == 0 and "jumps over the lazy dog" in result.out, result.tail()
+
+
+def test_plan_names_no_module(tmp_path):
+    """A plan that does not fit is refused; parallelize_module would go on without that entry."""
+    for path in launch.TASKS.glob("*.py"):
+        shutil.copy(path, tmp_path)
+    (tmp_path / "tiny_llama").symlink_to(launch.TASKS / "tiny_llama")
+    file = tmp_path / "dtensor_llama.py"
+    file.write_text(file.read_text().replace("mlp.up_proj", "mlp.up_projection"))
+    result = launch.ranks(file, nproc=2, folder=tmp_path)
+    assert result.code == 2 and "Traceback" not in result.err, result.tail()
+    assert len(result.errors()) == 1 and "up_projection, which" in result.errors()[0], result.tail()
+
+
 def test_one_line_from_all_ranks(directory):
     """Under torchrun too: one line, from one rank, and the ranks exit with 2."""
     change_config(directory, model_type="gpt2")

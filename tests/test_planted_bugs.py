@@ -42,6 +42,9 @@ def arguments(script, odd_llama):
         "tp_mlp": SMALL,
         "tp_attention": ["--shapes", "model"],
         "tp_llama": ["--repeats", 0, "--batch-size", 12],
+        "dtensor_llama": ["--repeats", 0, "--batch-size", 12, "--overfit", 60],
+        # The trained model: an untrained one says the same word again and again.
+        "kv_cache": ["--model", "tiny", "--repeats", 0, "--new-tokens", 6],
     }
     return ["--model", odd_llama, *flags.get(script, [])]
 
@@ -225,6 +228,80 @@ BUGS = {
         "tp_llama", 2, "tp_llama.py",
         "return GatherLastDim.apply(logits, run.source.config.vocab_size, run.group)",
         "return logits", "generated tokens",
+    ),
+    "no f in the plan's attention": (
+        "dtensor_llama", 2, "dtensor_llama.py", "args[0].to_local(grad_placements=[Partial()])",
+        "args[0].to_local(grad_placements=[Replicate()])", "grad",
+    ),
+    "whole heads are not summed": (
+        "dtensor_llama", 4, "dtensor_llama.py", "module.register_forward_hook(g)", "pass", "logits",
+    ),
+    "whole heads' bias counts twice": (
+        "dtensor_llama", 4, "dtensor_llama.py", "if mesh.get_local_rank() != 0:", "if False:",
+        "logits",
+    ),
+    "shared KV heads do not add in the plan": (
+        "dtensor_llama", 4, "dtensor_llama.py", "if self.holders:", "if False:",
+        "k_proj.weight grad",
+    ),
+    "the plan forgets the MLP": (
+        "dtensor_llama", 2, "dtensor_llama.py",
+        '    "model.layers.*.mlp.gate_proj": ColwiseParallel(use_local_output=False),  # (F/P, H)\n'
+        '    "model.layers.*.mlp.up_proj": ColwiseParallel(use_local_output=False),  # (F/P, H)\n'
+        '    "model.layers.*.mlp.down_proj": RowwiseParallel(),  # (H, F/P)\n', "", "none whole",
+    ),
+    "the plan's loss counts ignored labels": (
+        "dtensor_llama", 2, "dtensor_llama.py", "(targets != ignore_index).sum()",
+        "(targets == targets).sum()", "loss",
+    ),
+    "the plan's labels are shifted twice": (
+        "dtensor_llama", 2, "dtensor_llama.py", "[:, 1:].flatten()",
+        "[:, 1:].roll(-1, 1).flatten()", "loss",
+    ),
+    "whole logits' gradients are summed": (
+        "dtensor_llama", 2, "dtensor_llama.py",
+        "logits.full_tensor(grad_placements=[Replicate()])",
+        "logits.full_tensor(grad_placements=[Partial()])", "grad",
+    ),
+    "trained another way": (
+        "dtensor_llama", 2, "dtensor_llama.py", "    losses = []\n",
+        "    losses = []\n    optimizer.param_groups[0]['lr'] *= 1.01 if isinstance("
+        "model.lm_head.weight, DTensor) else 1\n", "losses while overfitting",
+    ),
+    "trained too little": (
+        "dtensor_llama", 2, "dtensor_llama.py", "lr = 0.5 /", "lr = 0.005 /", "last loss",
+    ),
+    "another MLP is dealt out": (
+        "dtensor_llama", 2, "comparing.py", "start, stop - start).clone()",
+        "start, stop - start).clone() * 1.01", "MLP weights",
+    ),
+    "a rank's best token wins everywhere": (
+        "kv_cache", 2, "kv_cache.py", "offers[:, :, 0].argmax(0)", "offers[:, :, 0].argmin(0)",
+        "generated tokens by hand-made",
+    ),
+    "the token's number is local": (
+        "kv_cache", 2, "kv_cache.py", "index + embedding.rows[0]", "index",
+        "generated tokens by hand-made",
+    ),
+    "the next token's embedding is another's": (
+        "kv_cache", 2, "kv_cache.py", "best[:, None, 2:].to(row.dtype)",
+        "best[:, None, 2:].to(row.dtype) * 0", "generated tokens by hand-made",
+    ),
+    "padding counts as a position": (
+        "kv_cache", 2, "kv_cache.py", "positions = (mask.cumsum(-1) - 1).clamp(min=0)[",
+        "positions = (torch.ones_like(mask).cumsum(-1) - 1).clamp(min=0)[", "cached logits",
+    ),
+    "the mask does not grow": (
+        "kv_cache", 2, "kv_cache.py", "mask = F.pad(mask, (0, 1), value=1)",
+        "mask = F.pad(mask, (0, 1), value=0)", "alone|generated",
+    ),
+    "the cache holds other heads": (
+        "kv_cache", 2, "kv_cache.py", "y[:, first:end, :-1]", "y[:, :end - first, :-1]",
+        "cached keys and values",
+    ),
+    "the cached token is stale": (
+        "kv_cache", 2, "kv_cache.py", "ids[:, -1:], attention", "ids[:, -2:-1], attention",
+        "cached logits",
     ),
     "the model's mask is dropped everywhere": (
         "tp_llama", 2, "model_checks.py", ", attention_mask=mask)", ")", "whatever the padding",

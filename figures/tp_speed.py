@@ -1,0 +1,303 @@
+"""How fast the tensor parallelisms are: by hand, by a DTensor plan, and transformers' own plan.
+
+    python figures/tp_speed.py                # all of it, into figures/tp_speed.json
+    python figures/tp_speed.py --ranks 2 --seq-lens 512 --repeats 3
+
+Each technique is measured beside one process that has as many threads (or one GPU): forward,
+backward, and cached generation, in turns, on the same weights, after a check that both give the
+same loss. What is quoted is the slowest rank's seconds, and medians of ratios of neighbours. A step
+is also run under the profiler, and its bytes on the wire are held against the formula.
+
+Without torchrun this is the driver, which starts itself under torchrun for every combination.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent / "tasks"))
+
+import torch  # noqa: E402
+from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
+from torch.distributed.tensor.parallel import loss_parallel  # noqa: E402
+from transformers import DynamicCache  # noqa: E402
+
+from dtensor_llama import dtensor_parallelize, whole_logits  # noqa: E402
+from kv_cache import choose_among_ranks, choose_whole, generate  # noqa: E402
+from tp_llama import tensor_parallelize  # noqa: E402
+from utils import (  # noqa: E402
+    bytes_sent,
+    interleave,
+    make_parser,
+    median_ratio,
+    natural,
+    positive,
+    start,
+)
+
+MODEL = "random/llama-3.2-1b"
+PROMPT, NEW_TOKENS = 128, 32
+# Names in the profile under which a rank waits for others: the collectives, and the functions of
+# Task 2 that call them and do nothing else.
+WAITING = ("nccl", "c10d::", "_c10d_functional::", "CopyToRanks", "SumOverRanks", "GatherLastDim",
+           "VocabParallelCrossEntropy")  # fmt: skip
+
+
+# ---------------------------------------------------------------- the techniques
+
+
+class HandMade:
+    """Task 2: f, g and a vocabulary-parallel loss, written out."""
+
+    def __init__(self, run):
+        self.run = run
+
+    def parallelize(self, model):
+        tensor_parallelize(model, self.run.group)
+
+    choose = staticmethod(choose_among_ranks)
+    context = staticmethod(contextlib.nullcontext)
+
+    @staticmethod
+    def bytes_sent(L, T, H, V, P, e):
+        """Bytes each rank sends forward and backward; an all-reduce sends 2 (P-1)/P of its size."""
+        all_reduce = 2 * (P - 1) / P * T * H * e
+        # Forward: g behind two blocks a layer and the embedding, two numbers a token for the loss.
+        # Backward: f in front of two blocks a layer and the LM head.
+        return (2 * L + 1) * all_reduce + (P - 1) * 2 * T * e, (2 * L + 1) * all_reduce
+
+
+class DTensorPlan(HandMade):
+    """Task 3: parallelize_module, and loss_parallel."""
+
+    def __init__(self, run):
+        self.mesh = init_device_mesh(run.device.type, (run.world_size,))
+
+    def parallelize(self, model):
+        dtensor_parallelize(model, self.mesh)
+
+    context = staticmethod(loss_parallel)
+
+    @staticmethod
+    def choose(model, logits):
+        return choose_whole(model, whole_logits(logits))
+
+    @staticmethod
+    def bytes_sent(L, T, H, V, P, e):
+        """As by hand, but the loss all-reduces three numbers a token."""
+        forward, backward = HandMade.bytes_sent(L, T, H, V, P, e)
+        return forward + (6 / P - 2) * (P - 1) * T * e, backward
+
+
+class TransformersPlan(HandMade):
+    """transformers' tp_plan="auto"."""
+
+    def parallelize(self, model):
+        from transformers.distributed import DistributedConfig
+
+        config = DistributedConfig(tp_size=self.run.world_size, tp_plan="auto")
+        config, _, meshes = model.prepare_distribute_model(config)
+        model.maybe_distribute_model(model, config, meshes)
+
+    choose = staticmethod(choose_whole)
+
+    @staticmethod
+    def bytes_sent(L, T, H, V, P, e):
+        """Each of five projections a layer has its own f; the loss is taken of gathered logits."""
+        forward, backward = HandMade.bytes_sent(L, T, H, V, P, e)
+        logits = (P - 1) / P * T * V * e - (P - 1) * 2 * T * e
+        return forward + logits, backward * (5 * L + 1) / (2 * L + 1)
+
+
+TECHNIQUES = {"hand-made": HandMade, "DTensor": DTensorPlan, "transformers": TransformersPlan}
+
+
+# ---------------------------------------------------------------- one measurement, under torchrun
+
+
+def measure(args):
+    """Everything about one technique at one length, on the ranks of this job."""
+    with start(args) as run:
+        technique, config = TECHNIQUES[args.technique](run), run.source.config
+        reference = run.source.load_model(run.dtype, run.device) if run.rank == 0 else None
+        parallel = run.source.load_model(run.dtype, run.device, technique.parallelize)
+        ids = run.from_rank0(torch.randint(config.vocab_size, (1, args.seq_len)))
+        own_threads = torch.get_num_threads()
+        threads = {"single": own_threads * run.world_size, "parallel": own_threads}
+        models = {"single": reference, "parallel": parallel}
+
+        def train(name):
+            model = models[name]
+            torch.set_num_threads(threads[name])
+            context = technique.context() if name == "parallel" else contextlib.nullcontext()
+            with context:
+                loss = model(ids, labels=ids).loss if model else None
+                yield "forward"
+                if model:
+                    loss.backward()
+                yield "backward"
+            torch.set_num_threads(own_threads)
+            if model:
+                model.zero_grad()
+
+        def decode(name):
+            model = models[name]
+            torch.set_num_threads(threads[name])
+            if model:
+                prompt = ids[:, :PROMPT]
+                choose = technique.choose if name == "parallel" else choose_whole
+                mask = torch.ones_like(prompt)
+                generate(model, prompt, mask, args.new_tokens, choose, DynamicCache())
+            yield "generate"
+            torch.set_num_threads(own_threads)
+
+        with technique.context(), torch.no_grad():
+            loss = parallel(ids, labels=ids).loss
+            references = run.references(reference)
+            expected = run.expect(lambda model: [model(ids, labels=ids).loss], references)
+        run.check("loss", [(loss, *expected[0])])
+        forward, backward = technique.bytes_sent(
+            config.num_hidden_layers, args.seq_len, config.hidden_size, config.vocab_size,
+            run.world_size, loss.element_size(),
+        )  # fmt: skip
+        phases = train("parallel")
+        sent = [bytes_sent(run, lambda: next(phases)), bytes_sent(run, lambda: next(phases))]
+        list(phases)
+        results = {"sent_bytes": sent, "formula_bytes": [forward, backward], "threads": threads}
+        for task in (train, decode) if args.new_tokens else (train,):
+            contenders = {name: partial(task, name) for name in models}
+            # Both have run already, for the loss and the bytes: one more turn to warm up.
+            for name, seconds in interleave(run, contenders, args.repeats, warmup=1).items():
+                results.setdefault(name, {}).update(seconds)
+        results["profile"] = {name: profile(run, partial(train, name)) for name in models}
+        run.results |= results
+
+
+def profile(run, function):
+    """Seconds of a step, rank 0's: in kernels, in collectives, and elsewhere (Python, dispatch)."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if run.device.type == "cuda":
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    torch.distributed.barrier()
+    run.synchronize()
+    with torch.profiler.profile(activities=activities) as profiler:
+        begin = time.perf_counter()
+        for _ in function():
+            run.synchronize()
+        total = time.perf_counter() - begin
+    on_gpu, kernels, collectives = run.device.type == "cuda", 0.0, 0.0
+    for event in profiler.key_averages():
+        spent = (event.self_device_time_total if on_gpu else event.self_cpu_time_total) / 1e6
+        if event.key.startswith(WAITING):
+            collectives += spent
+        elif on_gpu or event.key.startswith("aten::"):
+            kernels += spent
+    return {"total_s": total, "kernels_s": kernels, "collectives_s": collectives,
+            "elsewhere_s": total - kernels - collectives}  # fmt: skip
+
+
+# ---------------------------------------------------------------- the driver
+
+
+def drive(args):
+    """Start every combination, one after another, and write all records into one file."""
+    setting = {
+        "model": args.model, "num_layers": args.num_layers, "dtype": args.dtype,
+        "machine": machine(), "prompt_tokens": PROMPT, "new_tokens": NEW_TOKENS,
+    }  # fmt: skip
+    whole = setting | {"runs": []}
+    if args.output.exists():
+        before = json.loads(args.output.read_text())
+        if {key: before.get(key) for key in setting} == setting:
+            whole = before  # measured under the same setting: go on with it
+    jobs = [(p, s, t) for s in args.seq_lens for p in args.ranks for t in args.techniques]
+    jobs = [job for job in jobs if job[0] > 1 or job[2] != "transformers"]  # its plan needs two
+    for number, (ranks, seq_len, technique) in enumerate(jobs, 1):
+        print(f"[{number}/{len(jobs)}] {technique}, {ranks} rank(s), {seq_len} tokens", flush=True)
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "record.json"
+            flags = {"technique": technique, "seq-len": seq_len, "model": args.model,
+                     "repeats": args.repeats, "dtype": args.dtype, "json": path,
+                     "new-tokens": NEW_TOKENS if seq_len == args.seq_lens[0] else 0}  # fmt: skip
+            if args.model.startswith("random/"):
+                flags["num-layers"] = args.num_layers
+            command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+            command += ["--nproc_per_node", ranks, __file__]
+            command += [word for name, value in flags.items() for word in (f"--{name}", value)]
+            subprocess.run(
+                list(map(str, command)), check=True, stdout=subprocess.DEVNULL,
+                env=os.environ | {"OMP_NUM_THREADS": str(args.threads)},
+            )  # fmt: skip
+            record = json.loads(path.read_text())
+        key = {"technique": technique, "seq_len": seq_len, "world_size": ranks}
+        record |= key | {"date": time.strftime("%Y-%m-%d")}
+        whole["runs"] = [r for r in whole["runs"] if {k: r[k] for k in key} != key] + [record]
+        args.output.write_text(json.dumps(whole, indent=1) + "\n")  # a long job may be stopped
+        times = record["results"]
+        for phase in times["parallel"]:
+            single, ours = times["single"][phase], times["parallel"][phase]
+            ratio, least, most = median_ratio(ours, single)
+            print(f"    {phase}: {statistics.median(ours):.3f} s, of the single process's time "
+                  f"{ratio:.2f} ({least:.2f} to {most:.2f})", flush=True)  # fmt: skip
+    print(f"wrote {args.output}")
+
+
+def machine():
+    """What the numbers were measured on."""
+    name = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                name = line.split(":")[1].strip()
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {"cpu": name, "cores": os.cpu_count(), "gpus": gpus}
+
+
+def main():
+    if "RANK" in os.environ:
+        parser = make_parser(__doc__)
+        parser.add_argument("--technique", choices=TECHNIQUES, required=True)
+        parser.add_argument("--seq-len", type=positive, default=512, help="tokens; default 512")
+        parser.add_argument("--repeats", type=positive, default=7, help="default 7")
+        parser.add_argument(
+            "--new-tokens",
+            type=natural,
+            default=NEW_TOKENS,
+            help=f"to decode; default {NEW_TOKENS}",
+        )
+        measure(parser.parse_args())
+    else:
+        parser = argparse.ArgumentParser(
+            description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        add = parser.add_argument
+        add("--ranks", type=positive, nargs="+", default=[1, 2, 4], help="default 1 2 4")
+        add(
+            "--techniques",
+            choices=TECHNIQUES,
+            nargs="+",
+            default=list(TECHNIQUES),
+            help="default all",
+        )
+        add("--seq-lens", type=positive, nargs="+", default=[512, 2048], help="default 512 2048")
+        add("--model", default=MODEL, help=f"default {MODEL}")
+        add("--num-layers", type=positive, default=4, help="of a random/ model; default 4")
+        add("--dtype", default="float32", help="default float32")
+        add("--threads", type=positive, default=1, help="threads of each rank; default 1")
+        add("--repeats", type=positive, default=7, help="timed runs of each; default 7")
+        add("--output", type=Path, default=HERE / "tp_speed.json", help="default %(default)s")
+        drive(parser.parse_args())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,325 @@
+"""Task 3: the Llama of Task 2, tensor-parallel by a DTensor plan.
+
+A DTensor is a tensor with a global shape, of which each rank holds a part: `Shard(0)` a slice of
+dim 0, `Replicate()` all of it, `Partial()` a summand. Operators work out where their results lie,
+and `redistribute` from one placement to another is a collective. Megatron's f and g are two such
+changes, and nothing else has to be written:
+
+    g    forward: Partial -> Replicate, an all-reduce       backward: nothing
+    f    forward: nothing      backward: the gradient is Partial, -> Replicate, an all-reduce
+
+`PLAN` says where each module's weights, inputs and outputs lie; `parallelize_module` does the rest.
+The vocabulary is split as in Task 2, and `loss_parallel` takes the cross-entropy of split logits.
+
+    OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 2 tasks/dtensor_llama.py
+
+opens with the assignment's MLP (1024 -> 4096, golden values), then checks the model as Task 2 does,
+continues a prompt by Hugging Face's own `.generate`, and measures time and memory. `--overfit` also
+trains both models on one batch, to almost no loss along the same curve.
+"""
+
+from fnmatch import fnmatch
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed import get_process_group_ranks, new_group
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    loss_parallel,
+    parallelize_module,
+)
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+
+from utils import (
+    SharedLinear,
+    UserError,
+    add_model_flags,
+    check_text,
+    fill,
+    hf_generate,
+    keep_shard,
+    local_part,
+    make_parser,
+    plain_loss,
+    positive,
+    share_heads,
+    show_model,
+    start,
+)
+
+# ---------------------------------------------------------------- the technique
+
+# A block's input becomes a DTensor once, for all its projections: their gradients are added up as
+# Partial ones, and the backward needs one all-reduce a block. Without these two entries each of the
+# five projections would make its own DTensor, and five all-reduces would do the work of two.
+ATTENTION_INPUT = PrepareModuleInput(
+    input_kwarg_layouts={"hidden_states": Replicate()},
+    desired_input_kwarg_layouts={"hidden_states": Replicate()},
+)
+MLP_INPUT = PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Replicate(),))
+
+# In front of RoPE and attention q, k and v become local tensors (ColwiseParallel's default), whose
+# gradient is sharded as they are: whole heads. The MLP's units stay DTensors, and may be uneven.
+# Norms are not in the plan: they stay ordinary tensors, equal on all ranks, as do their gradients.
+PLAN = {
+    "model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),  # (V/P, H)
+    "model.layers.*.self_attn": ATTENTION_INPUT,
+    "model.layers.*.self_attn.q_proj": ColwiseParallel(),  # (N/P D, H)
+    "model.layers.*.self_attn.k_proj": ColwiseParallel(),  # (K/P D, H)
+    "model.layers.*.self_attn.v_proj": ColwiseParallel(),  # (K/P D, H)
+    "model.layers.*.self_attn.o_proj": RowwiseParallel(),  # (H, N/P D)
+    "model.layers.*.mlp": MLP_INPUT,
+    "model.layers.*.mlp.gate_proj": ColwiseParallel(use_local_output=False),  # (F/P, H)
+    "model.layers.*.mlp.up_proj": ColwiseParallel(use_local_output=False),  # (F/P, H)
+    "model.layers.*.mlp.down_proj": RowwiseParallel(),  # (H, F/P)
+    "lm_head": ColwiseParallel(use_local_output=False),  # (V/P, H), logits (B, S, V/P)
+}
+
+
+def dtensor_parallelize(model, mesh, plan=PLAN):
+    """Make a LlamaForCausalLM tensor-parallel in place, over the one axis of `mesh`.
+
+    plan: {module name, * for any: ParallelStyle}. KV heads that do not divide by the ranks, and
+    ranks that are more than KV heads, are taken care of (`WholeHeads`). The model is used as
+    before: logits come out whole, unless `labels` are given: then `output.logits` stays a DTensor,
+    split over the vocabulary. Works on a model without memory (device meta) too.
+    Raises UserError for more ranks than query heads, and for a plan that does not fit the model.
+    Source: torch.distributed.tensor.parallel; Megatron-LM, arXiv 1909.08053, section 3.
+    """
+    ranks, config = mesh.size(), model.config
+    if config.num_key_value_heads % ranks:
+        plan = plan | plan_whole_heads(model, mesh)
+    embedding, head = model.model.embed_tokens, model.lm_head
+    tied = head.weight is embedding.weight
+    apply_plan(model, mesh, plan)
+    if tied:  # each was given a shard of its own
+        head.weight = embedding.weight
+    model.loss_function = split_loss
+    model.register_forward_hook(gather_logits, with_kwargs=True)
+    return model
+
+
+def apply_plan(model, mesh, plan):
+    """parallelize_module, but a name that the model does not have is a UserError, not a warning."""
+    names = [name for name, _ in model.named_modules()]
+    for pattern in plan:
+        if not any(fnmatch(name, pattern) for name in names):
+            raise UserError(f"the plan names {pattern}, which the model does not have")
+    parallelize_module(model, mesh, plan)
+
+
+class WholeHeads(ParallelStyle):
+    """A projection to heads (dim 0) or from heads (dim 1) of which the ranks hold unequal shares.
+
+    DTensor deals out rows in equal chunks and would cut through heads. So the weight is an ordinary
+    tensor, this rank's slice, between the same two changes of placement.
+    """
+
+    def __init__(self, dim, start, stop, holders=None):
+        self.dim, self.slice, self.holders = dim, (start, stop), holders
+
+    def _apply(self, module, mesh):
+        keep_shard(module, self.dim, *self.slice)
+
+        def f(module, args):
+            return args[0].to_local(grad_placements=[Partial()])
+
+        def g(module, args, y):
+            total = DTensor.from_local(y, mesh, [Partial()]).redistribute(placements=[Replicate()])
+            return total.to_local(grad_placements=[Replicate()])
+
+        if self.dim == 0:
+            module.register_forward_pre_hook(f)
+        else:
+            module.register_forward_hook(g)
+            if mesh.get_local_rank() != 0:
+                module.bias = None  # it must enter the sum over ranks once
+        if self.holders:
+            module.__class__, module.holders = SharedLinear, self.holders
+        return module
+
+
+def plan_whole_heads(model, mesh):
+    """The plan's four attention projections for this rank, and each layer's new GQA ratio."""
+    config, D = model.config, model.model.layers[0].self_attn.head_dim
+    kv_heads, group, shared = config.num_key_value_heads, mesh.get_group(), None
+    queries, keys, holders = share_heads(
+        config.num_attention_heads, kv_heads, mesh.size(), mesh.get_local_rank()
+    )
+    if mesh.size() > kv_heads:
+        members = get_process_group_ranks(group)[slice(*holders)]
+        shared = new_group(members, use_local_synchronization=True)
+    for layer in model.model.layers:
+        layer.self_attn.num_key_value_groups = (queries[1] - queries[0]) // (keys[1] - keys[0])
+    queries, keys = ((first * D, end * D) for first, end in (queries, keys))
+    return {
+        "model.layers.*.self_attn.q_proj": WholeHeads(0, *queries),
+        "model.layers.*.self_attn.k_proj": WholeHeads(0, *keys, shared),
+        "model.layers.*.self_attn.v_proj": WholeHeads(0, *keys, shared),
+        "model.layers.*.self_attn.o_proj": WholeHeads(1, *queries),
+    }
+
+
+def split_loss(logits, labels, ignore_index=-100, num_items_in_batch=None, **kwargs):
+    """Mean next-token loss of DTensor logits (B, S, V), split by the vocabulary.
+
+    Takes the place of Hugging Face's loss, with its arguments; labels (B, S) are shifted here.
+    Under `loss_parallel`, where its backward must be too, the logits are never made whole.
+    """
+    targets = F.pad(labels, (0, 1), value=ignore_index)[:, 1:].flatten()
+    total = F.cross_entropy(
+        logits.flatten(0, 1), targets, ignore_index=ignore_index, reduction="sum"
+    )
+    count = (targets != ignore_index).sum().clamp(min=1)
+    # Every rank has the loss itself, and starts its backward from the whole of it.
+    total = total.redistribute(placements=[Replicate()]).to_local(grad_placements=[Replicate()])
+    return total / (count if num_items_in_batch is None else num_items_in_batch)
+
+
+def whole_logits(logits):
+    """DTensor logits, made whole on every rank, which all go on to compute the same."""
+    return logits.full_tensor(grad_placements=[Replicate()])
+
+
+def gather_logits(model, args, kwargs, output):
+    """Forward hook: whole logits, as from the whole model, where no loss was asked for."""
+    if kwargs.get("labels") is not None:
+        return output
+    if isinstance(output, tuple):  # return_dict=False: logits come first
+        return whole_logits(output[0]), *output[1:]
+    output.logits = whole_logits(output.logits)
+    return output
+
+
+# ---------------------------------------------------------------- what is shown with it
+
+# What the assignment prints for its demo: first and last three of the outputs and input gradients.
+GOLDEN_OUTPUTS = [0.0102, 0.0432, -0.0467, 0.0798, -0.0179, 0.0527]
+GOLDEN_INPUT_GRAD = [0.1543, -0.0858, -0.0882, -0.2082, 0.0298, 0.2388]
+
+
+class Block(nn.Module):
+    """norm(x), then the MLP: (B, H) -> (B, H)."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.mlp = LlamaMLP(config)
+
+    def forward(self, x):
+        return self.mlp(self.norm(x))
+
+
+def show_mlp(run, mesh):
+    """The assignment's demo: the plan's MLP entries applied to one MLP."""
+    config = LlamaConfig(hidden_size=1024, intermediate_size=4096, num_attention_heads=1)
+    plan = {k.removeprefix("model.layers.*."): s for k, s in PLAN.items() if ".mlp" in k}
+    reference = x = None
+    if run.rank == 0:
+        torch.manual_seed(run.args.seed)
+        reference = run.place(Block(config))  # before x: the golden values need this order
+        x = torch.randn(1, config.hidden_size, dtype=torch.float32)
+    with torch.device("meta"):
+        block = Block(config)
+    apply_plan(block, mesh, plan)
+    fill(block, run.deal(reference), run.dtype, run.device)
+    x, references = run.from_rank0(x).to(run.dtype), run.references(reference)
+    for name, parameter in block.named_parameters():
+        run.say(f"{name}: {type(parameter).__name__}, global shape {list(parameter.shape)}, "
+                f"local shape {list(local_part(parameter).shape)} (rank=0)")  # fmt: skip
+
+    def step(block):
+        block.zero_grad()
+        inputs = x.to(block.norm.weight.dtype, copy=True).requires_grad_()
+        y = block(inputs)
+        y.sum().backward()
+        return y.detach(), inputs.grad
+
+    run.check_weights("MLP", block, references)
+    results = zip(step(block), run.expect(step, references), strict=True)
+    goldens = GOLDEN_OUTPUTS, GOLDEN_INPUT_GRAD
+    for name, golden, (actual, expected) in zip(
+        ("outputs", "input grad"), goldens, results, strict=True
+    ):
+        run.show(f"Reference {name}", expected[0], ranks="0")
+        run.show(f"TParallel {name}", actual)
+        run.check(f"MLP {name}", [(actual, *expected)], also=1e-6)
+        run.check_same_bits(f"MLP {name}, same bits on all ranks", actual)
+        if run.args.seed == 1337 and run.dtype != torch.bfloat16:
+            ends = actual.flatten()[[0, 1, 2, -3, -2, -1]].float()
+            # Half a unit of the last printed digit, and float32 noise.
+            run.check(f"golden {name}", [(ends, torch.tensor(golden).to(ends))], 5.1e-5)
+    run.check_gradients("MLP:", block, references)
+
+
+def overfit(model, loss, batch, steps):
+    """Train on one batch: the loss of each step."""
+    ids, mask, labels = batch
+    # foreach kernels take DTensors or ordinary tensors, not both. The large eps keeps Adam from
+    # blowing up gradients that are nothing but rounding; wide models need small steps.
+    lr = 0.5 / model.config.hidden_size
+    optimizer = torch.optim.Adam(model.parameters(), lr, eps=1e-5, foreach=False)
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        value = loss(model, labels, input_ids=ids, attention_mask=mask)
+        value.backward()
+        optimizer.step()
+        losses.append(value.detach())
+    return torch.stack(losses)
+
+
+def show_overfitting(run, parallel, references, loss, batch):
+    """The curves of both models, and that they end near zero."""
+    steps = run.args.overfit
+    curve = overfit(parallel, loss, batch, steps)
+    (expected,) = run.expect(lambda m: [overfit(m, plain_loss, batch, steps)], references)
+    run.show("Reference losses", expected[0], ranks="0")
+    run.show("TParallel losses", curve)
+    run.check("losses while overfitting", [(curve, *expected)])
+    bound = curve[0].item() / 100
+    run.check("last loss, below 1 % of the first", [(curve[-1:], 0 * curve[-1:])], bound)
+
+
+def main():
+    parser = make_parser(__doc__)
+    add_model_flags(parser)
+    parser.add_argument(
+        "--overfit", type=positive, nargs="?", const=60, metavar="STEPS",
+        help="train on one batch for so many steps; 60 if no number is given; default no training",
+    )  # fmt: skip
+    args = parser.parse_args()
+    with start(args) as run, loss_parallel():
+        mesh = init_device_mesh(run.device.type, (run.world_size,))
+        show_mlp(run, mesh)
+
+        def parallelize(model):
+            dtensor_parallelize(model, mesh)
+
+        def loss(model, labels, **inputs):
+            return model(**inputs, labels=labels).loss
+
+        def also(tokenizer, prompt, batch, parallel, references):
+            room = run.source.config.max_position_embeddings - prompt.shape[1]
+            for count in (args.new_tokens, min(4 * args.new_tokens, room)):
+                tokens = hf_generate(parallel, prompt, count)
+                ((expected, *_),) = run.expect(
+                    lambda model, count=count: [hf_generate(model, prompt, count)], references
+                )
+                how, mask = f" by .generate, {count}", torch.ones_like(prompt)
+                check_text(run, tokenizer, tokens, expected, references, mask, how)
+            if args.overfit:
+                show_overfitting(run, parallel, references, loss, batch)
+
+        show_model(run, parallelize, loss, whole_logits, also=also)
+
+
+if __name__ == "__main__":
+    main()

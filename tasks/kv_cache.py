@@ -1,0 +1,294 @@
+"""Bonus: generation with a KV cache, where each rank caches its own heads.
+
+Attention never mixes heads, and a token's keys and values never change once they are computed. So
+under tensor parallelism a rank keeps the keys (after RoPE) and values of the KV heads it owns, and
+nothing about the cache is ever sent. With more ranks than KV heads a head is cached by each of the
+ranks that hold it. Bytes on each rank, e to an element, S tokens so far:
+
+    2 L B S max(K/P, 1) D e
+
+A decoded token is one row: sums over ranks of (B, 1, H) are a few KiB, and what they cost is not
+bytes but their number and the steps of each. This loop needs 2 L + 1 collectives a token: two in
+every layer, each in one step (`all_reduce` in sharding.py), and one for the next token. There every
+rank sends its best logit, that token's id, and that token's embedding, (B, 2 + H). So logits are
+never gathered, and the next forward starts without a collective.
+
+    OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 2 tasks/kv_cache.py
+
+continues a batch of prompts of different lengths (padded on the left) with the models of Tasks 2
+and 3: cached, recomputed, and by Hugging Face's own `.generate`, with a cache that grows and with a
+static one. All give the tokens of the single-rank run; each rank's cache is a slice of the single
+rank's. Then it measures tokens per second.
+"""
+
+import copy
+import statistics
+
+import torch
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import DynamicCache, StaticCache
+
+from dtensor_llama import dtensor_parallelize, whole_logits
+from tp_llama import tensor_parallelize
+from utils import (
+    all_gather,
+    check_text,
+    encode_prompts,
+    interleave,
+    make_parser,
+    median_ratio,
+    natural,
+    positive,
+    share_heads,
+    start,
+)
+
+# ---------------------------------------------------------------- the technique
+
+
+@torch.no_grad()
+def generate(model, ids, mask, new_tokens, choose, cache=None):
+    """Continue ids (B, S) greedily: (B, S + new_tokens).
+
+    mask (B, S): 0 for padding, on the left. choose(model, logits (B, 1, V or V/P)): the next tokens
+    (B, 1) and their embeddings (B, 1, H). cache: an empty DynamicCache or StaticCache; without one
+    all tokens are computed anew for each new one.
+    """
+    x = model.get_input_embeddings()(ids)
+    for _ in range(new_tokens):
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -x.shape[1] :]
+        output = model.model(
+            inputs_embeds=x,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=cache is not None,
+        )
+        token, row = choose(model, model.lm_head(output.last_hidden_state[:, -1:]))
+        ids = torch.cat([ids, token], dim=1)
+        mask = F.pad(mask, (0, 1), value=1)
+        x = torch.cat([x, row], dim=1) if cache is None else row
+    return ids
+
+
+def choose_whole(model, logits):
+    """The likeliest tokens of whole logits (B, 1, V), (B, 1), and their embeddings (B, 1, H)."""
+    token = logits.argmax(-1)
+    return token, model.get_input_embeddings()(token)
+
+
+def choose_among_ranks(model, logits):
+    """The same of logits split over the vocabulary, (B, 1, V/P), in one collective.
+
+    Every rank offers its best token with its logit and embedding, (B, 2 + H); the best offer wins,
+    and of equal ones the lowest token, as in argmax.
+    """
+    embedding = model.get_input_embeddings()
+    index = logits.argmax(-1)  # (B, 1), of this rank's rows
+    row = F.embedding(index, embedding.weight)[:, 0]  # (B, H)
+    wide = torch.promote_types(row.dtype, torch.float32)  # holds whole numbers up to 2^24
+    value, token = logits[:, 0].gather(-1, index), index + embedding.rows[0]
+    offers = all_gather(torch.cat([x.to(wide) for x in (value, token, row)], -1), embedding.group)
+    best = offers[offers[:, :, 0].argmax(0), torch.arange(len(index))]  # (B, 2 + H)
+    return best[:, 1:2].long(), best[:, None, 2:].to(row.dtype)
+
+
+def make_cache(kind, model, kv_heads, batch_size, length):
+    """An empty cache: dynamic, static for `length` tokens, or None.
+
+    kv_heads: this rank's. transformers 4 reads the number from the configuration; what it says of
+    the whole model stays as it is, so a copy is changed.
+    """
+    if kind == "dynamic":
+        return DynamicCache()
+    if kind is None:
+        return None
+    config, norm = copy.deepcopy(model.config), model.model.norm.weight
+    config.head_dim, config.num_key_value_heads = model.model.layers[0].self_attn.head_dim, kv_heads
+    return StaticCache(
+        config=config, max_batch_size=batch_size, max_cache_len=length,
+        device=norm.device, dtype=norm.dtype,
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------- what is shown with it
+
+
+def check_model(run, name, model, choose, tokenizer, prompts, expected, references):
+    """Every way to continue the prompts gives the single rank's tokens; the cache is its slice."""
+    (ids, mask), count = prompts, run.args.new_tokens
+    length, config = ids.shape[1] + count, run.source.config
+    _, (first, end), _ = share_heads(
+        config.num_attention_heads, config.num_key_value_heads, run.world_size, run.rank
+    )
+    caches = {}
+
+    def by_loop(kind):
+        caches[kind] = make_cache(kind, model, end - first, len(ids), length)
+        return generate(model, ids, mask, count, choose, caches[kind])
+
+    def by_hf(kind):
+        cache = make_cache(kind, model, end - first, len(ids), length)
+        return model.generate(
+            ids, attention_mask=mask, do_sample=False, max_new_tokens=count, pad_token_id=0,
+            past_key_values=cache,
+        )  # fmt: skip
+
+    for how, function, kind in (
+        ("recomputed", by_loop, None),
+        ("cached", by_loop, "dynamic"),
+        ("cached, static", by_loop, "static"),
+        ("cached, by .generate", by_hf, "dynamic"),
+        ("cached, static, by .generate", by_hf, "static"),
+    ):
+        tokens = function(kind)
+        by = f" by {name}, {how}"
+        check_text(run, tokenizer, tokens, expected, references, mask, by, show=how == "cached")
+
+    # What the loop left in the cache, and what the model makes of it: the last token's logits.
+    mine = [x for keys, values, *_ in caches["dynamic"] for x in (keys.clone(), values.clone())]
+    logits = last_logits(model, expected, mask, caches["dynamic"])
+    whole = run.expect(lambda m: [*forward(m, expected, mask)], references)
+    run.show("Reference outputs", whole[0][0], ranks="0")
+    run.show("TParallel outputs", logits)
+    run.check(f"{name}, cached logits", [(logits, *whole[0])], layers=len(mine) // 2)
+    pairs = zip(mine, whole[1:], strict=True)
+    run.check(
+        f"{name}, cached keys and values, slices of the whole",
+        [(x, *(y[:, first:end, :-1] for y in all_heads)) for x, all_heads in pairs],
+        layers=len(mine) // 2,
+    )
+    size = sum(x.nbytes for x in mine)
+    S, D = length - 1, model.model.layers[0].self_attn.head_dim  # the last token is not cached yet
+    formula = 2 * config.num_hidden_layers * len(ids) * S * (end - first) * D * mine[0].itemsize
+    run.print_in_order(
+        f"cache of {len(ids)} x {S} tokens: {size} bytes, 2 L B S K/P D e = {formula}, "
+        f"K/P = {end - first} of {config.num_key_value_heads} KV heads (rank={run.rank})"
+    )
+    run.check(f"{name}, bytes cached", [(torch.tensor(size), torch.tensor(formula))], tolerance=0.0)
+    run.results[f"{key(name)}_cache_bytes"] = size
+
+
+@torch.no_grad()
+def forward(model, ids, mask):
+    """The last token's logits (B, V), and all keys and values, with nothing cached before."""
+    mask = F.pad(mask, (0, ids.shape[1] - mask.shape[1]), value=1)
+    cache, positions = DynamicCache(), (mask.cumsum(-1) - 1).clamp(min=0)
+    logits = model(ids, attention_mask=mask, position_ids=positions, past_key_values=cache).logits
+    return logits[:, -1], *(x for keys, values, *_ in cache for x in (keys, values))
+
+
+@torch.no_grad()
+def last_logits(model, ids, mask, cache):
+    """The same logits from a cache that holds all tokens but the last."""
+    mask = F.pad(mask, (0, ids.shape[1] - mask.shape[1]), value=1)
+    return model(
+        ids[:, -1:], attention_mask=mask, position_ids=mask.sum(-1, keepdim=True) - 1,
+        past_key_values=cache,
+    ).logits[:, -1]  # fmt: skip
+
+
+def key(name):
+    """A name as part of one in the JSON record."""
+    return name.lower().replace(" ", "_").replace("-", "_")
+
+
+def measure(run, models, reference):
+    """Print tokens per second of cached generation, one prompt of --prompt-len tokens."""
+    args, config = run.args, run.source.config
+    length = min(args.prompt_len, config.max_position_embeddings - args.new_tokens)
+    ids = run.from_rank0(torch.randint(config.vocab_size, (1, length)))
+    mask, threads = torch.ones_like(ids), torch.get_num_threads()
+
+    def contender(model, choose, threads_used):
+        def run_generation():
+            torch.set_num_threads(threads_used)
+            if model:
+                generate(model, ids, mask, args.new_tokens, choose, DynamicCache())
+            yield "generate"
+            torch.set_num_threads(threads)
+
+        return run_generation
+
+    contenders = {"one rank": contender(reference, choose_whole, threads * run.world_size)}
+    for name, (model, choose) in models.items():
+        contenders[name] = contender(model, choose, threads)
+    seconds = interleave(run, contenders, args.repeats)
+    for name, phases in seconds.items():
+        times, alone = phases["generate"], seconds["one rank"]["generate"]
+        ratio, least, most = median_ratio(times, alone)
+        run.say(
+            f"time {name}: {statistics.median(times):.4f} s, "
+            f"{args.new_tokens / statistics.median(times):.1f} tokens/s, "
+            f"median ratio {ratio:.2f} ({least:.2f} to {most:.2f})"
+        )
+        run.results[f"{key(name)}_generate_s"] = times
+    run.say(
+        f"({args.new_tokens} tokens after {length}, {args.repeats} times, slowest rank; "
+        f"{threads} thread(s) a rank, {threads * run.world_size} for the one alone)"
+    )
+    if statistics.median(seconds["one rank"]["generate"]) < 0.5:
+        run.say("note: tokens this quick say nothing about speed: they are mostly latency")
+
+
+def main():
+    parser = make_parser(__doc__)
+    add = parser.add_argument
+    add(
+        "--prompt", nargs="+", metavar="TEXT",
+        default=["A quick brown fox", "One day", "The cat and the dog went to"],
+        help="texts to continue, as one batch; default %(default)s",
+    )  # fmt: skip
+    add("--new-tokens", type=positive, default=10, help="tokens to continue by; default 10")
+    add("--prompt-len", type=positive, default=128, help="tokens, when timed; default 128")
+    add("--repeats", type=natural, default=7, help="timed generations of each; default 7")
+    args = parser.parse_args()
+    with start(args) as run:
+        mesh = init_device_mesh(run.device.type, (run.world_size,))
+        tokenizer = run.together(run.source.tokenizer)
+        prompts = encode_prompts(run, run.source, tokenizer)
+
+        def load(parallelize=None):
+            model = run.source.load_model(run.dtype, run.device, parallelize)
+            model.generation_config.eos_token_id = None  # always --new-tokens, to compare them all
+            return model
+
+        reference = load() if run.rank == 0 else None
+        references = run.references(reference)
+        models = {
+            "hand-made": (
+                run.together(lambda: load(lambda model: tensor_parallelize(model, run.group))),
+                choose_among_ranks,
+            ),
+            "DTensor": (
+                run.together(lambda: load(lambda model: dtensor_parallelize(model, mesh))),
+                lambda model, logits: choose_whole(model, whole_logits(logits)),
+            ),
+        }
+        ((expected, *_), *alone) = run.expect(
+            lambda model: continuations(model, prompts, args.new_tokens), references
+        )
+        if run.dtype != torch.bfloat16:  # where equally likely tokens would have to be told apart
+            pairs = [
+                (row[-len(x[0][0]) :], x[0][0]) for row, x in zip(expected, alone, strict=True)
+            ]
+            run.check("a prompt alone, or padded in a batch: tokens", pairs, tolerance=0.0)
+        for name, (model, choose) in models.items():
+            check_model(run, name, model, choose, tokenizer, prompts, expected, references)
+        if args.repeats > 0:
+            measure(run, models, reference)
+
+
+def continuations(model, prompts, new_tokens):
+    """By the unmodified model, recomputed: of the batch of prompts, and of each without padding."""
+    batch = generate(model, *prompts, new_tokens, choose_whole)
+    alone = [
+        generate(model, row[None, m == 1], m[None, m == 1], new_tokens, choose_whole)
+        for row, m in zip(*prompts, strict=True)
+    ]
+    return batch, *alone
+
+
+if __name__ == "__main__":
+    main()
