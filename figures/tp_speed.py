@@ -28,6 +28,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "tasks"))
 
 import torch  # noqa: E402
+import transformers  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.tensor.parallel import loss_parallel  # noqa: E402
 from transformers import DynamicCache  # noqa: E402
@@ -36,6 +37,7 @@ from dtensor_llama import dtensor_parallelize, whole_logits  # noqa: E402
 from kv_cache import choose_among_ranks, choose_whole, generate  # noqa: E402
 from tp_llama import tensor_parallelize  # noqa: E402
 from utils import (  # noqa: E402
+    DTYPES,
     bytes_sent,
     interleave,
     make_parser,
@@ -69,12 +71,15 @@ class HandMade:
     context = staticmethod(contextlib.nullcontext)
 
     @staticmethod
-    def bytes_sent(L, T, H, V, P, e):
-        """Bytes each rank sends forward and backward; an all-reduce sends 2 (P-1)/P of its size."""
+    def formula(L, T, H, V, P, e):
+        """Bytes each rank sends forward and backward, e to an element, for P up to the KV heads.
+
+        An all-reduce sends 2 (P-1)/P of its size. The loss is taken in float32 or wider.
+        """
         all_reduce = 2 * (P - 1) / P * T * H * e
         # Forward: g behind two blocks a layer and the embedding, two numbers a token for the loss.
         # Backward: f in front of two blocks a layer and the LM head.
-        return (2 * L + 1) * all_reduce + (P - 1) * 2 * T * e, (2 * L + 1) * all_reduce
+        return (2 * L + 1) * all_reduce + (P - 1) * 2 * T * max(e, 4), (2 * L + 1) * all_reduce
 
 
 class DTensorPlan(HandMade):
@@ -93,10 +98,10 @@ class DTensorPlan(HandMade):
         return choose_whole(model, whole_logits(logits))
 
     @staticmethod
-    def bytes_sent(L, T, H, V, P, e):
+    def formula(L, T, H, V, P, e):
         """As by hand, but the loss all-reduces three numbers a token."""
-        forward, backward = HandMade.bytes_sent(L, T, H, V, P, e)
-        return forward + (6 / P - 2) * (P - 1) * T * e, backward
+        forward, backward = HandMade.formula(L, T, H, V, P, e)
+        return forward + (6 / P - 2) * (P - 1) * T * max(e, 4), backward
 
 
 class TransformersPlan(HandMade):
@@ -107,15 +112,21 @@ class TransformersPlan(HandMade):
 
         config = DistributedConfig(tp_size=self.run.world_size, tp_plan="auto")
         config, _, meshes = model.prepare_distribute_model(config)
+        embedding, head = model.model.embed_tokens, model.lm_head
+        tied = head.weight is embedding.weight
+        if tied:  # it wants to split them one by one
+            head.weight = torch.nn.Parameter(torch.empty_like(head.weight))
         model.maybe_distribute_model(model, config, meshes)
+        if tied:
+            head.weight = embedding.weight
 
     choose = staticmethod(choose_whole)
 
     @staticmethod
-    def bytes_sent(L, T, H, V, P, e):
+    def formula(L, T, H, V, P, e):
         """Each of five projections a layer has its own f; the loss is taken of gathered logits."""
-        forward, backward = HandMade.bytes_sent(L, T, H, V, P, e)
-        logits = (P - 1) / P * T * V * e - (P - 1) * 2 * T * e
+        forward, backward = HandMade.formula(L, T, H, V, P, e)
+        logits = (P - 1) / P * T * V * e - (P - 1) * 2 * T * max(e, 4)
         return forward + logits, backward * (5 * L + 1) / (2 * L + 1)
 
 
@@ -166,9 +177,9 @@ def measure(args):
             references = run.references(reference)
             expected = run.expect(lambda model: [model(ids, labels=ids).loss], references)
         run.check("loss", [(loss, *expected[0])])
-        forward, backward = technique.bytes_sent(
+        forward, backward = technique.formula(
             config.num_hidden_layers, args.seq_len, config.hidden_size, config.vocab_size,
-            run.world_size, loss.element_size(),
+            run.world_size, run.dtype.itemsize,
         )  # fmt: skip
         phases = train("parallel")
         sent = [bytes_sent(run, lambda: next(phases)), bytes_sent(run, lambda: next(phases))]
@@ -197,6 +208,8 @@ def profile(run, function):
         total = time.perf_counter() - begin
     on_gpu, kernels, collectives = run.device.type == "cuda", 0.0, 0.0
     for event in profiler.key_averages():
+        if on_gpu and (event.device_type.name != "CUDA" or event.is_user_annotation):
+            continue  # a kernel's time is credited to what launched it, too
         spent = (event.self_device_time_total if on_gpu else event.self_cpu_time_total) / 1e6
         if event.key.startswith(WAITING):
             collectives += spent
@@ -211,15 +224,22 @@ def profile(run, function):
 
 def drive(args):
     """Start every combination, one after another, and write all records into one file."""
+    cut = args.model.startswith("random/")
     setting = {
-        "model": args.model, "num_layers": args.num_layers, "dtype": args.dtype,
-        "machine": machine(), "prompt_tokens": PROMPT, "new_tokens": NEW_TOKENS,
+        "model": args.model, "num_layers": args.num_layers if cut else None, "dtype": args.dtype,
+        "machine": machine(), "threads": args.threads, "torch": torch.__version__,
+        "transformers": transformers.__version__, "prompt_tokens": PROMPT, "new_tokens": NEW_TOKENS,
     }  # fmt: skip
     whole = setting | {"runs": []}
-    if args.output.exists():
+    if args.output.exists() and args.output.stat().st_size:
         before = json.loads(args.output.read_text())
-        if {key: before.get(key) for key in setting} == setting:
-            whole = before  # measured under the same setting: go on with it
+        if {key: before.get(key) for key in setting} != setting:
+            sys.exit(f"error: {args.output} was measured under another setting: name another file")
+        whole = before
+    try:
+        args.output.touch()  # now, before the work
+    except OSError as error:
+        sys.exit(f"error: {args.output}: {error.strerror}")
     jobs = [(p, s, t) for s in args.seq_lens for p in args.ranks for t in args.techniques]
     jobs = [job for job in jobs if job[0] > 1 or job[2] != "transformers"]  # its plan needs two
     for number, (ranks, seq_len, technique) in enumerate(jobs, 1):
@@ -228,16 +248,19 @@ def drive(args):
             path = Path(folder) / "record.json"
             flags = {"technique": technique, "seq-len": seq_len, "model": args.model,
                      "repeats": args.repeats, "dtype": args.dtype, "json": path,
-                     "new-tokens": NEW_TOKENS if seq_len == args.seq_lens[0] else 0}  # fmt: skip
-            if args.model.startswith("random/"):
+                     "new-tokens": NEW_TOKENS if seq_len == min(args.seq_lens) else 0}  # fmt: skip
+            if cut:
                 flags["num-layers"] = args.num_layers
             command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
             command += ["--nproc_per_node", ranks, __file__]
             command += [word for name, value in flags.items() for word in (f"--{name}", value)]
-            subprocess.run(
-                list(map(str, command)), check=True, stdout=subprocess.DEVNULL,
+            job = subprocess.run(
+                list(map(str, command)), stdout=subprocess.PIPE, text=True,
                 env=os.environ | {"OMP_NUM_THREADS": str(args.threads)},
             )  # fmt: skip
+            if job.returncode:
+                sys.exit(f"{job.stdout[-2000:]}\nerror: that job failed; what was measured before "
+                         f"it is in {args.output}")  # fmt: skip
             record = json.loads(path.read_text())
         key = {"technique": technique, "seq_len": seq_len, "world_size": ranks}
         record |= key | {"date": time.strftime("%Y-%m-%d")}
@@ -261,6 +284,13 @@ def machine():
                 name = line.split(":")[1].strip()
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {"cpu": name, "cores": os.cpu_count(), "gpus": gpus}
+
+
+def at_least_prompt(text):
+    """argparse type: tokens, enough for the prompt that is timed."""
+    if positive(text) < PROMPT:
+        raise argparse.ArgumentTypeError(f"must be at least {PROMPT}, not {text}")
+    return int(text)
 
 
 def main():
@@ -289,10 +319,16 @@ def main():
             default=list(TECHNIQUES),
             help="default all",
         )
-        add("--seq-lens", type=positive, nargs="+", default=[512, 2048], help="default 512 2048")
+        add(
+            "--seq-lens",
+            type=at_least_prompt,
+            nargs="+",
+            default=[512, 2048],
+            help="default 512 2048",
+        )
         add("--model", default=MODEL, help=f"default {MODEL}")
         add("--num-layers", type=positive, default=4, help="of a random/ model; default 4")
-        add("--dtype", default="float32", help="default float32")
+        add("--dtype", choices=DTYPES, default="float32", help="default float32")
         add("--threads", type=positive, default=1, help="threads of each rank; default 1")
         add("--repeats", type=positive, default=7, help="timed runs of each; default 7")
         add("--output", type=Path, default=HERE / "tp_speed.json", help="default %(default)s")

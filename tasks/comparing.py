@@ -94,6 +94,12 @@ class Comparison:
         """All ranks hold the same bits: what a reduction must give, and what replicas must keep."""
         self.check(name, [(tensor, self.from_rank0(tensor))], tolerance=0.0)
 
+    def check_golden(self, name, tensor, golden):
+        """The first and last three values are those that the assignment prints, to four digits."""
+        ends = tensor.flatten()[[0, 1, 2, -3, -2, -1]].float()
+        # Half a unit of the last printed digit, and float32 noise.
+        self.check(f"golden {name}", [(ends, torch.tensor(golden).to(ends))], tolerance=5.1e-5)
+
     def slices(self, module, references, only, value):
         """{kind: generator of (this rank's value, the references' slices)} of all parameters.
 

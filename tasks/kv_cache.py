@@ -8,10 +8,11 @@ ranks that hold it. Bytes on each rank, e to an element, S tokens so far:
     2 L B S max(K/P, 1) D e
 
 A decoded token is one row: sums over ranks of (B, 1, H) are a few KiB, and what they cost is not
-bytes but their number and the steps of each. This loop needs 2 L + 1 collectives a token: two in
-every layer, each in one step (`all_reduce` in sharding.py), and one for the next token. There every
-rank sends its best logit, that token's id, and that token's embedding, (B, 2 + H). So logits are
-never gathered, and the next forward starts without a collective.
+bytes but their number and the steps of each. With the hand-made model the loop below needs 2 L + 1
+collectives a token: two in every layer, each in one step (on the CPU, see `all_reduce` in
+sharding.py), and one for the next token. There every rank sends its best logit, that token's id,
+and that token's embedding, (B, 2 + H). So logits are never gathered, and the next forward starts
+without a collective.
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 2 tasks/kv_cache.py
 
@@ -35,6 +36,7 @@ from utils import (
     all_gather,
     check_text,
     encode_prompts,
+    hf_generate,
     interleave,
     make_parser,
     median_ratio,
@@ -104,25 +106,25 @@ def make_cache(kind, model, kv_heads, batch_size, length):
         return DynamicCache()
     if kind is None:
         return None
-    config, norm = copy.deepcopy(model.config), model.model.norm.weight
+    config, weight = copy.deepcopy(model.config), model.model.norm.weight
     config.head_dim, config.num_key_value_heads = model.model.layers[0].self_attn.head_dim, kv_heads
     return StaticCache(
         config=config, max_batch_size=batch_size, max_cache_len=length,
-        device=norm.device, dtype=norm.dtype,
+        device=weight.device, dtype=weight.dtype,
     )  # fmt: skip
 
 
 # ---------------------------------------------------------------- what is shown with it
 
 
-def check_model(run, name, model, choose, tokenizer, prompts, expected, references):
+def check_generation(run, name, model, choose, tokenizer, prompts, expected, references):
     """Every way to continue the prompts gives the single rank's tokens; the cache is its slice."""
     (ids, mask), count = prompts, run.args.new_tokens
     length, config = ids.shape[1] + count, run.source.config
     _, (first, end), _ = share_heads(
         config.num_attention_heads, config.num_key_value_heads, run.world_size, run.rank
     )
-    caches = {}
+    caches, results = {}, {}
 
     def by_loop(kind):
         caches[kind] = make_cache(kind, model, end - first, len(ids), length)
@@ -130,10 +132,7 @@ def check_model(run, name, model, choose, tokenizer, prompts, expected, referenc
 
     def by_hf(kind):
         cache = make_cache(kind, model, end - first, len(ids), length)
-        return model.generate(
-            ids, attention_mask=mask, do_sample=False, max_new_tokens=count, pad_token_id=0,
-            past_key_values=cache,
-        )  # fmt: skip
+        return hf_generate(model, ids, count, attention_mask=mask, past_key_values=cache)
 
     for how, function, kind in (
         ("recomputed", by_loop, None),
@@ -142,23 +141,27 @@ def check_model(run, name, model, choose, tokenizer, prompts, expected, referenc
         ("cached, by .generate", by_hf, "dynamic"),
         ("cached, static, by .generate", by_hf, "static"),
     ):
-        tokens = function(kind)
+        tokens = results[how] = function(kind)
         by = f" by {name}, {how}"
         check_text(run, tokenizer, tokens, expected, references, mask, by, show=how == "cached")
 
     # What the loop left in the cache, and what the model makes of it: the last token's logits.
-    mine = [x for keys, values, *_ in caches["dynamic"] for x in (keys.clone(), values.clone())]
-    logits = last_logits(model, expected, mask, caches["dynamic"])
-    whole = run.expect(lambda m: [*forward(m, expected, mask)], references)
+    own, cache = results["cached"], caches["dynamic"]
+    mine = [x for keys, values, *_ in cache for x in (keys.clone(), values.clone())]
+    logits = last_logits(model, own, mask, cache)
+    whole = run.expect(lambda m: [*forward(m, own, mask)], references)
     run.show("Reference outputs", whole[0][0], ranks="0")
     run.show("TParallel outputs", logits)
-    run.check(f"{name}, cached logits", [(logits, *whole[0])], layers=len(mine) // 2)
-    pairs = zip(mine, whole[1:], strict=True)
+    # Padding is cached too, but what it attends to is nobody's business.
+    real = F.pad(mask, (0, count - 1), value=1)[:, None, :, None]
     run.check(
         f"{name}, cached keys and values, slices of the whole",
-        [(x, *(y[:, first:end, :-1] for y in all_heads)) for x, all_heads in pairs],
-        layers=len(mine) // 2,
+        [
+            (x * real, *(y[:, first:end, :-1] * real for y in all_heads))
+            for x, all_heads in zip(mine, whole[1:], strict=True)
+        ],
     )
+    run.check(f"{name}, cached logits", [(logits, *whole[0])])
     size = sum(x.nbytes for x in mine)
     S, D = length - 1, model.model.layers[0].self_attn.head_dim  # the last token is not cached yet
     formula = 2 * config.num_hidden_layers * len(ids) * S * (end - first) * D * mine[0].itemsize
@@ -252,6 +255,8 @@ def main():
         def load(parallelize=None):
             model = run.source.load_model(run.dtype, run.device, parallelize)
             model.generation_config.eos_token_id = None  # always --new-tokens, to compare them all
+            # On a GPU a static cache would be compiled for; the collectives cannot be.
+            model.get_compiled_call = lambda config: model.__call__
             return model
 
         reference = load() if run.rank == 0 else None
@@ -275,7 +280,7 @@ def main():
             ]
             run.check("a prompt alone, or padded in a batch: tokens", pairs, tolerance=0.0)
         for name, (model, choose) in models.items():
-            check_model(run, name, model, choose, tokenizer, prompts, expected, references)
+            check_generation(run, name, model, choose, tokenizer, prompts, expected, references)
         if args.repeats > 0:
             measure(run, models, reference)
 

@@ -42,6 +42,7 @@ from loading import (  # noqa: F401 - a task script imports utils alone
 from measuring import bytes_sent, interleave, median_ratio  # noqa: F401
 from model_checks import (  # noqa: F401
     add_model_flags,
+    check_overfitting,
     check_text,
     encode_prompts,
     hf_generate,
@@ -343,6 +344,6 @@ class Run(Comparison):
 
 def brief(tensor):
     """A tensor's first and last three values, flat, as the assignment prints them."""
-    values = tensor.detach().cpu().flatten()
+    values = tensor.detach().clone().cpu().flatten()  # cloning waits for a DTensor's collective
     with printoptions(precision=4, edgeitems=3, threshold=6, linewidth=120, sci_mode=False):
         return str(values)

@@ -246,9 +246,17 @@ BUGS = {
     ),
     "the plan forgets the MLP": (
         "dtensor_llama", 2, "dtensor_llama.py",
-        '    "model.layers.*.mlp.gate_proj": ColwiseParallel(use_local_output=False),  # (F/P, H)\n'
-        '    "model.layers.*.mlp.up_proj": ColwiseParallel(use_local_output=False),  # (F/P, H)\n'
-        '    "model.layers.*.mlp.down_proj": RowwiseParallel(),  # (H, F/P)\n', "", "none whole",
+        '    "model.layers.*.mlp.gate_proj": COLUMNS,  # (F/P, H)\n'
+        '    "model.layers.*.mlp.up_proj": COLUMNS,  # (F/P, H)\n'
+        '    "model.layers.*.mlp.down_proj": SUM,  # (H, F/P)\n', "", "none whole",
+    ),
+    "the plan's embedding takes others' rows": (
+        "dtensor_llama", 2, "dtensor_llama.py", "rows.masked_fill(elsewhere[..., None], 0)", "rows",
+        "embeddings",
+    ),
+    "the plan's padding token learns": (
+        "dtensor_llama", 2, "dtensor_llama.py", "padding = padding - first if",
+        "padding = None if", "embed_tokens.weight grad",
     ),
     "the plan's loss counts ignored labels": (
         "dtensor_llama", 2, "dtensor_llama.py", "(targets != ignore_index).sum()",
@@ -264,12 +272,12 @@ BUGS = {
         "logits.full_tensor(grad_placements=[Partial()])", "grad",
     ),
     "trained another way": (
-        "dtensor_llama", 2, "dtensor_llama.py", "    losses = []\n",
-        "    losses = []\n    optimizer.param_groups[0]['lr'] *= 1.01 if isinstance("
-        "model.lm_head.weight, DTensor) else 1\n", "losses while overfitting",
+        "dtensor_llama", 2, "model_checks.py", "    losses = []\n",
+        "    losses = []\n    if hasattr(model.lm_head.weight, 'placements'):\n"
+        "        optimizer.param_groups[0]['lr'] *= 1.01\n", "losses while overfitting",
     ),
     "trained too little": (
-        "dtensor_llama", 2, "dtensor_llama.py", "lr = 0.5 /", "lr = 0.005 /", "last loss",
+        "dtensor_llama", 2, "model_checks.py", "lr = 0.5 /", "lr = 0.005 /", "last loss",
     ),
     "another MLP is dealt out": (
         "dtensor_llama", 2, "comparing.py", "start, stop - start).clone()",
@@ -289,26 +297,23 @@ BUGS = {
     ),
     "padding counts as a position": (
         "kv_cache", 2, "kv_cache.py", "positions = (mask.cumsum(-1) - 1).clamp(min=0)[",
-        "positions = (torch.ones_like(mask).cumsum(-1) - 1).clamp(min=0)[", "cached logits",
+        "positions = (torch.ones_like(mask).cumsum(-1) - 1).clamp(min=0)[", "cached keys",
     ),
     "the mask does not grow": (
         "kv_cache", 2, "kv_cache.py", "mask = F.pad(mask, (0, 1), value=1)",
         "mask = F.pad(mask, (0, 1), value=0)", "alone|generated",
     ),
-    "the cache holds other heads": (
-        "kv_cache", 2, "kv_cache.py", "y[:, first:end, :-1]", "y[:, :end - first, :-1]",
-        "cached keys and values",
-    ),
-    "the cached token is stale": (
+    "the cache is read one token late": (
         "kv_cache", 2, "kv_cache.py", "ids[:, -1:], attention", "ids[:, -2:-1], attention",
         "cached logits",
     ),
     "the model's mask is dropped everywhere": (
-        "tp_llama", 2, "model_checks.py", ", attention_mask=mask)", ")", "whatever the padding",
+        "tp_llama", 2, "model_checks.py", "(ids), attention_mask=mask)", "(ids))",
+        "whatever the padding",
     ),
     "the model's mask is dropped in parallel": (
-        "tp_llama", 2, "model_checks.py", "attention_mask=mask)",
-        "attention_mask=None if model._forward_hooks else mask)", "whatever the padding",
+        "tp_llama", 2, "model_checks.py", "(ids), attention_mask=mask)",
+        "(ids), attention_mask=None if model._forward_hooks else mask)", "whatever the padding",
     ),
 }  # fmt: skip
 

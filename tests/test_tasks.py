@@ -13,7 +13,7 @@ QUICK = {
     "tp_mlp": ["--hidden-size", 260, "--intermediate-size", 509],
     "tp_attention": ["--shapes", "model"],
     "tp_llama": ["--repeats", 1],
-    "dtensor_llama": ["--repeats", 1],
+    "dtensor_llama": ["--repeats", 1, "--new-tokens", 5],
     "kv_cache": ["--repeats", 1, "--new-tokens", 6],
 }
 WHOLE_MODEL = "tp_llama", "dtensor_llama"  # what they compare has come through 5 layers
@@ -53,8 +53,7 @@ def test_float32(script, nproc, tmp_path):
     passed(result, nproc)
     record, every = checks(path, nproc, "float32")
     for check in every:
-        deep = "grad" in check["name"] or "cached" in check["name"]
-        layers = 5 if script in (*WHOLE_MODEL, "kv_cache") and deep else 1  # of tiny
+        layers = 5 if script in WHOLE_MODEL and "grad" in check["name"] else 1  # of tiny
         bound = 1.001e-5 * layers * max(1, check["max_abs_reference"])
         exempt = check["name"].startswith(("golden", "last loss"))
         assert check["tolerance"] <= bound or exempt, check
@@ -81,7 +80,7 @@ def test_float64(script, nproc, tmp_path):
         assert check["max_abs_diff"] <= bound or exempt, check
 
 
-@pytest.mark.parametrize("nproc", [1, 3, 4, 5, 6])
+@pytest.mark.parametrize("nproc", [3, 4, 5, 6])
 @pytest.mark.parametrize("script", launch.SCRIPTS)
 def test_odd_llama(script, nproc, tmp_path, odd_llama):
     """Sizes that divide by nothing, biases, an untied head, more ranks than KV heads."""
@@ -111,7 +110,7 @@ def test_bfloat16(script, tmp_path):
     assert result.code == 0 and result.out.count("Tests passed") == 2, result.tail()
 
 
-@pytest.mark.parametrize("nproc", [1, 3])
+@pytest.mark.parametrize("nproc", [1, 2])
 def test_overfitting(nproc, tmp_path):
     """Task 3's fallback: one batch to almost no loss, along the single rank's curve."""
     args = ["--overfit", 40, "--dtype", "float64", "--repeats", 0]
