@@ -11,13 +11,32 @@ import resource
 import statistics
 import sys
 import time
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 
+@contextmanager
+def kept_memory():
+    """Let this process keep what it frees; glibc hands large blocks back to the system at once.
+
+    Touching them anew, every step's gradients, takes as long as a good part of the step, more or
+    less by what the machine does with free memory. So that times are of what is computed.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt:
+        mallopt(-4, 0)  # M_MMAP_MAX: no blocks of their own
+        mallopt(-1, -1)  # M_TRIM_THRESHOLD: no end of the heap is handed back
+    yield
+    if mallopt:
+        mallopt(-4, 65536)
+        mallopt(-1, 128 * 1024)
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+@kept_memory()
 def interleave(run, contenders, repeats, warmup=2):
     """Seconds of the slowest rank: {contender: {phase: [s, ...]}}, in turns, after a warm-up.
 
