@@ -40,6 +40,7 @@ from utils import (  # noqa: E402
     DTYPES,
     bytes_sent,
     interleave,
+    kept_memory,
     make_parser,
     median_ratio,
     natural,
@@ -194,11 +195,13 @@ def measure(args):
         run.results |= results
 
 
+@kept_memory()
 def profile(run, function):
     """Seconds of a step, rank 0's: in kernels, in collectives, and elsewhere (Python, dispatch)."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     if run.device.type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
+    list(function())  # to touch the memory that it takes
     torch.distributed.barrier()
     run.synchronize()
     with torch.profiler.profile(activities=activities) as profiler:

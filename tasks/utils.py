@@ -39,7 +39,7 @@ from loading import (  # noqa: F401 - a task script imports utils alone
     fill,
     is_hub_id,
 )
-from measuring import bytes_sent, interleave, median_ratio  # noqa: F401
+from measuring import bytes_sent, interleave, kept_memory, median_ratio  # noqa: F401
 from model_checks import (  # noqa: F401
     add_model_flags,
     check_overfitting,
