@@ -1,8 +1,10 @@
 """Draw the figures from the measurements beside this file.
 
-python figures/draw.py
+python figures/draw.py                # figures/tp_speed.json, into figures/tp_speed.png
+python figures/draw.py /tmp/mine.json # into /tmp/mine.png
 """
 
+import argparse
 import json
 import statistics
 from pathlib import Path
@@ -80,7 +82,15 @@ def draw_tp_speed(data, path):
 
 
 def main():
-    draw_tp_speed(json.loads((HERE / "tp_speed.json").read_text()), HERE / "tp_speed.png")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    default = HERE / "tp_speed.json"
+    parser.add_argument("file", nargs="?", type=Path, default=default, help="default %(default)s")
+    file = parser.parse_args().file
+    try:
+        data = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        parser.error(f"{file}: {error}")
+    draw_tp_speed(data, file.with_suffix(".png"))
 
 
 if __name__ == "__main__":

@@ -201,6 +201,8 @@ def measure(run, models, reference):
     """Print tokens per second of cached generation, one prompt of --prompt-len tokens."""
     args, config = run.args, run.source.config
     length = min(args.prompt_len, config.max_position_embeddings - args.new_tokens)
+    if length < args.prompt_len:
+        run.say(f"note: timed after {length} tokens, not {args.prompt_len}: the context ends there")
     ids = run.from_rank0(torch.randint(config.vocab_size, (1, length)))
     mask, threads = torch.ones_like(ids), torch.get_num_threads()
 

@@ -90,7 +90,7 @@ def encode_prompts(run, source, tokenizer):
                 tokens = tokenizer(prompt)["input_ids"]
             except (TypeError, UnicodeError):
                 raise UserError(f"--prompt {prompt!r}: not valid Unicode") from None
-        if not tokens:
+        if not tokens or not prompt.strip():
             raise UserError("--prompt is empty: give at least one word")
         if len(tokens) + args.new_tokens > limit:
             raise UserError(f"--prompt has {len(tokens)} tokens and --new-tokens adds "
@@ -286,6 +286,7 @@ def check_overfitting(run, parallel, references, loss, batch, steps):
     run.show("Reference losses", expected[0], ranks="0")
     run.show("TParallel losses", curve)
     run.check("losses while overfitting", [(curve, *expected)])
+    run.results |= {"losses": curve.tolist(), "reference_losses": expected[0].tolist()}
     bound = curve[0].item() / 100
     run.check("last loss, below 1 % of the first", [(curve[-1:], 0 * curve[-1:])], bound)
 
