@@ -243,6 +243,7 @@ def drive(args):
         args.output.touch()  # now, before the work
     except OSError as error:
         sys.exit(f"error: {args.output}: {error.strerror}")
+    shortest = min([*args.seq_lens, *(run["seq_len"] for run in whole["runs"])])
     jobs = [(p, s, t) for s in args.seq_lens for p in args.ranks for t in args.techniques]
     jobs = [job for job in jobs if job[0] > 1 or job[2] != "transformers"]  # its plan needs two
     for number, (ranks, seq_len, technique) in enumerate(jobs, 1):
@@ -251,7 +252,7 @@ def drive(args):
             path = Path(folder) / "record.json"
             flags = {"technique": technique, "seq-len": seq_len, "model": args.model,
                      "repeats": args.repeats, "dtype": args.dtype, "json": path,
-                     "new-tokens": NEW_TOKENS if seq_len == min(args.seq_lens) else 0}  # fmt: skip
+                     "new-tokens": NEW_TOKENS if seq_len == shortest else 0}  # fmt: skip
             if cut:
                 flags["num-layers"] = args.num_layers
             command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
