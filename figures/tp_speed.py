@@ -52,7 +52,7 @@ MODEL = "random/llama-3.2-1b"
 PROMPT, NEW_TOKENS = 128, 32
 # Names in the profile under which a rank waits for others: the collectives, and the functions of
 # Task 2 that call them and do nothing else.
-WAITING = ("nccl", "c10d::", "_c10d_functional::", "CopyToRanks", "SumOverRanks", "GatherLastDim",
+WAITING = ("nccl", "c10d::", "_c10d_functional::", "CopyToRanks", "SumOverRanks", "GatherShares",
            "VocabParallelCrossEntropy")  # fmt: skip
 
 

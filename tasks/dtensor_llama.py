@@ -330,7 +330,7 @@ def main():
             if args.overfit:
                 check_overfitting(run, parallel, references, loss, batch, args.overfit)
 
-        show_model(run, parallelize, loss, whole_logits, also=also)
+        show_model(run, parallelize, loss, also=also)
 
 
 if __name__ == "__main__":

@@ -46,13 +46,13 @@ def add_model_flags(parser):
     )
 
 
-def show_model(run, parallelize, loss, whole_logits, whole=("norm",), also=None):
+def show_model(run, parallelize, loss, whole=("norm",), also=None, reduce=None):
     """Check --model, continue the prompt with it, and measure it.
 
     parallelize(model): shards a LlamaForCausalLM in place. loss(model, labels, **inputs): the
-    parallel model's mean loss. whole_logits(logits): an LM head's output, whole on every rank.
-    whole: words in the names of the parameters that are not split.
+    parallel model's mean loss. whole: words in the names of the parameters that are not split.
     also(tokenizer, prompt, batch, parallel, references): further checks, before the measurements.
+    reduce(tensors): what the gradients of parameters and inputs need after a backward, if anything.
     """
     args, source = run.args, run.source
     tokenizer = run.together(source.tokenizer)
@@ -62,20 +62,18 @@ def show_model(run, parallelize, loss, whole_logits, whole=("norm",), also=None)
     references = run.references(reference)
     parallel = run.together(lambda: source.load_model(run.dtype, run.device, parallelize))
     run.check_weights("all", parallel, references, lambda name: True, whole)
-    check_model(run, source, parallel, references, batch, loss)
+    check_model(run, source, parallel, references, batch, loss, reduce)
     count = args.new_tokens
-    tokens = recompute(parallel, prompt, count, whole_logits)
-    ((expected, *_),) = run.expect(
-        lambda model: [recompute(model, prompt, count, lambda logits: logits)], references
-    )
+    tokens = recompute(parallel, prompt, count)
+    ((expected, *_),) = run.expect(lambda model: [recompute(model, prompt, count)], references)
     check_text(run, tokenizer, tokens, expected, references, mask)
     if also:
         also(tokenizer, prompt, batch, parallel, references)
     del references
     if args.repeats > 0:
-        measure_time(run, reference, parallel, batch[0])
+        measure_time(run, reference, parallel, batch[0], reduce)
         del reference, parallel
-        measure_memory(run, source, parallelize, batch[0])
+        measure_memory(run, source, parallelize, batch[0], reduce)
 
 
 def encode_prompts(run, source, tokenizer):
@@ -126,7 +124,8 @@ def make_batch(run, source, tokenizer):
     mask = torch.ones_like(ids)
     if len(ids) > 1:
         mask[-1, : ids.shape[1] // 3] = 0
-    return tuple(run.from_rank0(t) for t in (ids, mask, ids.masked_fill(mask == 0, -100)))
+    seen = mask * F.pad(mask, (1, -1), value=1)  # no token is predicted from padding, either
+    return tuple(run.from_rank0(t) for t in (ids, mask, ids.masked_fill(seen == 0, -100)))
 
 
 def plain_loss(model, labels, **inputs):
@@ -140,21 +139,23 @@ def embed(model, ids, mask):
     return dict(inputs_embeds=model.get_input_embeddings()(ids), attention_mask=mask)
 
 
-def step(model, ids, mask, function):
+def step(model, ids, mask, function, reduce=None):
     """Forward and backward of function(model, inputs) -> (a result, the scalar to go back from).
 
-    Returns the result and the gradient of the input embeddings, (B, S, H). The gradients of the
-    weights stay in the model.
+    reduce: see `show_model`. Returns the result and the gradient of the input embeddings,
+    (B, S, H). The gradients of the weights stay in the model.
     """
     model.zero_grad()
     inputs = embed(model, ids, mask)
     inputs["inputs_embeds"].retain_grad()
     result, scalar = function(model, inputs)
     scalar.backward()
+    if reduce:
+        reduce([*model.parameters(), inputs["inputs_embeds"]])
     return result.detach(), inputs["inputs_embeds"].grad
 
 
-def check_model(run, source, parallel, references, batch, loss):
+def check_model(run, source, parallel, references, batch, loss, reduce):
     """Compare embeddings, logits, loss, and all gradients with the single-rank run's.
 
     Gradients come from the loss, and from a random gradient of the logits.
@@ -162,7 +163,7 @@ def check_model(run, source, parallel, references, batch, loss):
     ids, mask, labels = batch
     torch.manual_seed(run.args.seed)
     upstream = torch.randn(*ids.shape, source.config.vocab_size, dtype=torch.float32)
-    upstream = upstream.to(run.device) * mask[..., None]  # no loss comes from padding
+    upstream = upstream.to(run.device)
     last = source.config.num_hidden_layers - 1
     large = sum(math.prod(shape) for shape in source.shapes.values()) > 100e6
     some = [f"layers.{i}." for i in (0, last // 2, last)]
@@ -175,7 +176,7 @@ def check_model(run, source, parallel, references, batch, loss):
         return not large or "layers." not in name or any(part in name for part in some)
 
     def from_logits(model, inputs):
-        logits = model(**inputs).logits
+        logits = model(**inputs).logits.masked_fill(mask[..., None] == 0, 0)
         return logits, (logits * upstream).sum()
 
     def from_loss(model, inputs):
@@ -192,16 +193,16 @@ def check_model(run, source, parallel, references, batch, loss):
         run.check("embeddings", [(actual, expected[0])], tolerance=0.0)  # copied: exact
 
     for name, function in ("logits", from_logits), ("loss", from_loss):
-        actual, grad = step(parallel, ids, mask, function)
+        actual, grad = step(parallel, ids, mask, function, reduce)
         expected, expected_grad = run.expect(
             lambda model, function=function: step(model, ids, mask, function), references
         )
         shown = "outputs" if name == "logits" else "loss"
         where = (0, -1) if name == "logits" else ()
         run.show(f"Reference {shown}", expected[0][where], ranks="0")
-        run.show(f"TParallel {shown}", actual[where])
+        run.show(f"{run.mark}Parallel {shown}", actual[where])
         run.show("Reference input grad", expected_grad[0][0], ranks="0")
-        run.show("TParallel input grad", grad[0])
+        run.show(f"{run.mark}Parallel input grad", grad[0])
         run.check(name, [(actual, *expected)])
         run.check_same_bits(f"{name}, same bits on all ranks", actual)
         run.check(f"{name}: input embeddings grad", [(grad, *expected_grad)], layers=last + 1)
@@ -211,11 +212,10 @@ def check_model(run, source, parallel, references, batch, loss):
 
 
 @torch.no_grad()
-def recompute(model, ids, new_tokens, whole_logits):
+def recompute(model, ids, new_tokens):
     """Continue ids (B, S) greedily, recomputing everything for each token: (B, S + new_tokens)."""
     for _ in range(new_tokens):
-        hidden = model.model(ids, use_cache=False).last_hidden_state[:, -1:]
-        token = whole_logits(model.lm_head(hidden)).argmax(-1)
+        token = model(ids, use_cache=False).logits[:, -1:].argmax(-1)
         ids = torch.cat([ids, token], dim=1)
     return ids
 
@@ -245,7 +245,7 @@ def check_text(run, tokenizer, tokens, expected, references, mask, how="", show=
 
     if show:
         run.say(f"Reference text (rank=0): {text(expected)}")
-        run.print_in_order(f"TParallel text (rank={run.rank}): {text(tokens)}")
+        run.print_in_order(f"{run.mark}Parallel text (rank={run.rank}): {text(tokens)}")
     name = f"generated tokens{how}"
     if run.dtype == torch.bfloat16 and not torch.equal(tokens, expected):
         # In bfloat16 two tokens may tie. Where a text parts from the reference's, they must have.
@@ -284,14 +284,14 @@ def check_overfitting(run, parallel, references, loss, batch, steps):
     curve = overfit(parallel, loss, batch, steps)
     (expected,) = run.expect(lambda m: [overfit(m, plain_loss, batch, steps)], references)
     run.show("Reference losses", expected[0], ranks="0")
-    run.show("TParallel losses", curve)
+    run.show(f"{run.mark}Parallel losses", curve)
     run.check("losses while overfitting", [(curve, *expected)])
     run.results |= {"losses": curve.tolist(), "reference_losses": expected[0].tolist()}
     bound = curve[0].item() / 100
     run.check("last loss, below 1 % of the first", [(curve[-1:], 0 * curve[-1:])], bound)
 
 
-def measure_time(run, reference, parallel, ids):
+def measure_time(run, reference, parallel, ids, reduce):
     """Print forward and backward seconds of both, the single rank given as many threads."""
     single, ranks = "one rank", f"{run.world_size} rank(s)"
 
@@ -303,6 +303,10 @@ def measure_time(run, reference, parallel, ids):
             if model:
                 loss.backward()
             yield "backward"
+            if reduce:
+                if model is parallel:
+                    reduce(model.parameters())
+                yield "sum of gradients"
             torch.set_num_threads(own_threads)
             if model:
                 model.zero_grad()
@@ -316,8 +320,13 @@ def measure_time(run, reference, parallel, ids):
     }
     seconds = interleave(run, contenders, run.args.repeats)
     for phases in seconds.values():
-        phases["forward + backward"] = [sum(s) for s in zip(*phases.values(), strict=True)]
-    for phase in seconds[single]:
+        both = zip(phases["forward"], phases["backward"], strict=True)
+        phases["forward + backward"] = [sum(pair) for pair in both]
+    if reduce:
+        lap = seconds[ranks]["sum of gradients"]
+        run.say(f"time sum of gradients: {statistics.median(lap):.4f} s on {ranks}")
+        run.results["sum_of_gradients_s"] = lap
+    for phase in ("forward", "backward", "forward + backward"):
         alone, together = (statistics.median(seconds[name][phase]) for name in (single, ranks))
         ratio, least, most = median_ratio(seconds[ranks][phase], seconds[single][phase])
         run.say(
@@ -335,12 +344,14 @@ def measure_time(run, reference, parallel, ids):
         run.say("note: steps this short say nothing about speed: they are mostly latency")
 
 
-def measure_memory(run, source, parallelize, ids):
+def measure_memory(run, source, parallelize, ids, reduce):
     """Print the peak memory of loading the model and one step, on one rank and on each."""
 
     def load_and_step(parallelize=None):
         model = source.load_model(run.dtype, run.device, parallelize)
         model(ids, labels=ids).loss.backward()
+        if parallelize and reduce:
+            reduce(model.parameters())
 
     idle = peak_memory(run, lambda: None)
     single = peak_memory(run, load_and_step if run.rank == 0 else lambda: None)[0]

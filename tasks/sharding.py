@@ -156,6 +156,35 @@ def sum_over_ranks(x, group):
     return SumOverRanks.apply(x, group)
 
 
+class GatherShares(torch.autograd.Function):
+    """Shares of one dim, made whole on every rank.
+
+                per rank        forward         dgrad
+    x           (..., V/P)      (..., V)        this rank's slice of dy
+
+    Every rank computes the same from the whole, so each has the whole's gradient already.
+    """
+
+    @staticmethod
+    def forward(ctx, x, dim, size, group):
+        shares = [share(size, group.size(), rank) for rank in range(group.size())]
+        ctx.dim, (ctx.start, stop) = dim, shares[group.rank()]
+        ctx.length = stop - ctx.start
+        widest = -(-size // group.size())  # all ranks must send alike: pad the smaller shares
+        padded = F.pad(x.movedim(dim, -1), (0, widest - ctx.length)).movedim(-1, 0)
+        pieces = zip(all_gather(padded, group), shares, strict=True)
+        return torch.cat([p[: stop - start] for p, (start, stop) in pieces]).movedim(0, dim)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.narrow(ctx.dim, ctx.start, ctx.length), None, None, None
+
+
+def gather_shares(x, dim, size, group):
+    """The whole dim of `size`, on all ranks, from the shares that `share` deals out."""
+    return GatherShares.apply(x, dim, size, group)
+
+
 class SharedLinear(nn.Linear):
     """A linear layer that several ranks hold whole, each using its output for other heads.
 

@@ -37,6 +37,7 @@ from utils import (
     add_model_flags,
     all_gather,
     copy_to_ranks,
+    gather_shares,
     keep_shard,
     make_parser,
     plain_loss,
@@ -188,36 +189,13 @@ def vocab_parallel_loss(
     return losses.masked_fill(~valid, 0).sum() / count
 
 
-class GatherLastDim(torch.autograd.Function):
-    """Shares of the last dim, made whole on every rank.
-
-                per rank        forward         dgrad
-    x           (..., V/P)      (..., V)        this rank's slice of dy
-
-    Every rank computes the same from the whole, so each has the whole's gradient already.
-    """
-
-    @staticmethod
-    def forward(ctx, x, size, group):
-        ctx.rows = share(size, group.size(), group.rank())
-        widest = -(-size // group.size())  # all ranks must send alike: pad the smaller shares
-        padded = F.pad(x, (0, widest - x.shape[-1])).movedim(-1, 0)
-        shares = [share(size, group.size(), rank) for rank in range(group.size())]
-        pieces = zip(all_gather(padded, group), shares, strict=True)
-        return torch.cat([p[: end - first] for p, (first, end) in pieces]).movedim(0, -1)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad[..., slice(*ctx.rows)], None, None
-
-
 def gather_logits(model, args, kwargs, output, group):
     """Forward hook: whole logits, as from the whole model, where no loss was asked for."""
     if kwargs.get("labels") is not None:
         return output
     if isinstance(output, tuple):  # return_dict=False: logits come first
-        return GatherLastDim.apply(output[0], model.config.vocab_size, group), *output[1:]
-    output.logits = GatherLastDim.apply(output.logits, model.config.vocab_size, group)
+        return gather_shares(output[0], -1, model.config.vocab_size, group), *output[1:]
+    output.logits = gather_shares(output.logits, -1, model.config.vocab_size, group)
     return output
 
 
@@ -242,14 +220,11 @@ def main():
         def loss(model, labels, **inputs):
             return model(**inputs, labels=labels).loss
 
-        def whole_logits(logits):
-            return GatherLastDim.apply(logits, run.source.config.vocab_size, run.group)
-
         if args.vocab_parallel:
-            show_model(run, parallelize, loss, whole_logits)
+            show_model(run, parallelize, loss)
         else:
             whole = "norm", "embed_tokens", "lm_head"
-            show_model(run, parallelize, plain_loss, lambda logits: logits, whole)
+            show_model(run, parallelize, plain_loss, whole)
 
 
 if __name__ == "__main__":

@@ -54,7 +54,9 @@ from model_checks import (  # noqa: F401
 from sharding import (  # noqa: F401
     SharedLinear,
     all_gather,
+    all_reduce,
     copy_to_ranks,
+    gather_shares,
     keep_shard,
     local_part,
     shard_of,
@@ -249,14 +251,15 @@ class Run(Comparison):
     """One run of a script: where it runs, what it checked, and what it measured.
 
     Attributes: `args`, `rank`, `world_size`, `group` (all ranks), `device`, `dtype`, `results`
-    (goes to the JSON file). Every method is called by all ranks together.
+    (goes to the JSON file), `mark` ("T" or "S": the ...Parallel that the lines speak of). Every
+    method is called by all ranks together.
     """
 
     def __init__(self, args, device):
         self.args, self.device, self.dtype = args, device, DTYPES[args.dtype]
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.group = dist.group.WORLD
-        self.checks, self.results = [], {}
+        self.checks, self.results, self.mark = [], {}, "T"
         torch.manual_seed(args.seed)
 
     def print_in_order(self, text):

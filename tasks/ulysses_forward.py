@@ -1,0 +1,338 @@
+"""Task 4: a Llama whose sequence is split over the ranks, after DeepSpeed-Ulysses.
+
+Every rank has all weights and a share of the tokens. All of a Llama treats tokens one by one, but
+for attention, which treats heads one by one. So two all-to-alls around attention turn shares of the
+tokens into shares of the heads and back:
+
+    ids (B, S) -> this rank's S/P tokens -> embedding (B, S/P, H)
+    layer:  norm -> q, k, v of all heads (B, S/P, N + 2K, D) -> RoPE, with the tokens' own positions
+            -> all-to-all -> (B, S, (N + 2K)/P, D): all tokens, few heads
+            -> causal attention -> (B, S, N/P, D)
+            -> all-to-all -> (B, S/P, N, D) -> o_proj -> + -> norm -> MLP -> +
+    -> norm -> LM head -> logits of this rank's tokens (B, S/P, V)
+
+The hidden states of the whole sequence are never on one rank. The backward is the same the other
+way round. Weights are used for other tokens on each rank, so their gradients are each rank's part
+of a sum: one all-reduce after the backward (`sum_gradients`), as in data parallelism.
+
+    OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 2 tasks/ulysses_forward.py
+
+checks hidden states, logits, loss, the gradients of the input embeddings and of all weights against
+a single-rank run of the unmodified model (batch of 2, left padding), continues a prompt, counts the
+bytes on the wire, and measures time and memory of both.
+
+Source: DeepSpeed-Ulysses, arXiv 2309.14509, section 3.
+"""
+
+import copy
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+from transformers import LlamaForCausalLM
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from utils import (
+    UserError,
+    add_model_flags,
+    all_reduce,
+    bytes_sent,
+    check_text,
+    gather_shares,
+    hf_generate,
+    make_parser,
+    share,
+    share_heads,
+    show_model,
+    start,
+    sum_over_ranks,
+)
+
+# ---------------------------------------------------------------- the technique
+
+
+class AllToAll(torch.autograd.Function):
+    """Every rank sends a piece to every rank. Its own conjugate, with the splits swapped.
+
+            per rank                forward                     dgrad
+    x       (sum of sent,)          piece r goes to rank r      all-to-all(dy), splits swapped
+    y       (sum of received,)      piece r came from rank r    dy
+
+    What a rank sent away comes back as that rank's gradient of it.
+    """
+
+    @staticmethod
+    def forward(ctx, x, sent, received, group):
+        """x: flat; sent, received: how many elements go to and come from each rank of `group`."""
+        ctx.sent, ctx.received, ctx.group = sent, received, group
+        y = x.new_empty(sum(received))
+        dist.all_to_all_single(y, x.contiguous(), received, sent, group=group)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        dx = grad.new_empty(sum(ctx.sent))
+        dist.all_to_all_single(dx, grad.contiguous(), ctx.sent, ctx.received, group=ctx.group)
+        return dx, None, None, None
+
+
+def ulysses_attention(module, query, key, value, attention_mask, **kwargs):
+    """Attention of all tokens, on this rank's heads, from and to all heads of its tokens.
+
+                        per rank before     sent to rank r              per rank after
+    query               (B, N, S/P, D)      its heads, (S/P, B, N/P, D)     (B, N/P, S, D)
+    key, value          (B, K, S/P, D)      (S/P, B, max(K/P, 1), D)        (B, max(K/P, 1), S, D)
+    output              (B, S, N/P, D)      its tokens, (S/P, B, N/P, D)    (B, S/P, N, D)
+
+    Query, key and value travel in one packed all-to-all. A KV head goes to every rank that has
+    query heads of its group; the sum of what these send back is its gradient. Within a piece the
+    tokens come first, so that the pieces received are the sequence, one after the other.
+    attention_mask: see `sequence_mask`. Returns the output and None, as Hugging Face wants it.
+    """
+    group, heads = module.group, module.heads
+    ranks, rank = range(group.size()), group.rank()
+    B, _, mine, D = query.shape
+    S = attention_mask.shape[-1]
+    tokens = [stop - first for first, stop in (share(S, len(ranks), r) for r in ranks)]
+    queries = [stop - first for (first, stop), _ in heads]
+    keys = [stop - first for _, (first, stop) in heads]
+    n, k = queries[rank], keys[rank]
+
+    query, key, value = (x.permute(2, 0, 1, 3) for x in (query, key, value))  # tokens first
+    pieces = [
+        torch.cat([query[:, :, slice(*q)], key[:, :, slice(*kv)], value[:, :, slice(*kv)]], dim=2)
+        for q, kv in heads
+    ]
+    packed = torch.cat([piece.flatten() for piece in pieces])
+    received = [t * B * (n + 2 * k) * D for t in tokens]
+    whole = AllToAll.apply(packed, [piece.numel() for piece in pieces], received, group)
+    query, key, value = whole.view(S, B, n + 2 * k, D).permute(1, 2, 0, 3).split([n, k, k], dim=1)
+
+    mask = attention_mask if attention_mask.shape[2] else None  # None: causal
+    attend = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    output, _ = attend(module, query, key, value, mask, **kwargs)  # (B, S, n, D)
+
+    packed = output.transpose(0, 1).flatten()
+    received = [mine * B * q * D for q in queries]
+    pieces = AllToAll.apply(packed, [t * B * n * D for t in tokens], received, group)
+    pieces = [piece.view(mine, B, -1, D) for piece in pieces.split(received)]
+    return torch.cat(pieces, dim=2).transpose(0, 1), None
+
+
+def sequence_mask(length, attention_mask=None, device=None):
+    """The mask that a sequence-parallel `model.model` takes beside a rank's tokens.
+
+    Hugging Face hands a mask of four dims as it is to every layer, also when it recomputes one. So
+    it tells the attention two things: how long the sequence is, and who may look at whom.
+    attention_mask: (B, S), 0 where a token is padding. Returns (B, 1, S, S), True where a token
+    may look; or (1, 1, 0, S), no rows, where nothing is padded and causality is all.
+    """
+    if attention_mask is None or attention_mask.all():
+        return torch.empty(1, 1, 0, length, dtype=torch.bool, device=device)
+    causal = torch.ones(length, length, dtype=torch.bool, device=attention_mask.device).tril()
+    # Padding sees itself alone: a token that sees nothing might become NaN. (Hugging Face lets it
+    # see all or nothing, by version; nothing that is not padding sees what comes of it.)
+    itself = torch.eye(length, dtype=torch.bool, device=attention_mask.device)
+    return causal & (attention_mask.bool()[:, None, None] | itself)
+
+
+class SequenceParallelLlama(LlamaForCausalLM):
+    """Takes whole sequences, works on this rank's tokens, and gives what the whole model gives."""
+
+    def forward(
+        self, input_ids=None, attention_mask=None, position_ids=None, inputs_embeds=None,
+        labels=None, num_items_in_batch=None, past_key_values=None, use_cache=None,
+        cache_position=None, return_dict=True, **kwargs,
+    ):  # fmt: skip
+        """As LlamaForCausalLM's, without a KV cache. All ranks are given the same, (B, S, ...).
+
+        Logits come out whole, gathered from the ranks, unless `labels` are given: then
+        `output.logits` is this rank's (B, S/P, V), and the loss, a sum over all ranks' tokens
+        divided by the number of all valid labels, is the same on every rank.
+        """
+        unsupported = {"logits_to_keep", "num_logits_to_keep", "output_attentions", "shift_labels"}
+        named = [name for name in unsupported if kwargs.get(name) is not None and kwargs.pop(name)]
+        if named or past_key_values is not None:
+            raise ValueError(f"not under sequence parallelism: {named or 'past_key_values'}")
+        ids = input_ids if inputs_embeds is None else inputs_embeds
+        rank, ranks, S = self.group.rank(), self.group.size(), ids.shape[1]
+        length = max(S, ranks)  # each rank needs a token; what is added on the right, nobody sees
+        first, stop = share(length, ranks, rank)
+
+        def mine(x, value=0):
+            if x is None:
+                return None
+            return F.pad(x, (0, 0) * (x.dim() - 2) + (0, length - S), value=value)[:, first:stop]
+
+        if position_ids is None:
+            position_ids = torch.arange(S, device=ids.device)[None]
+        if attention_mask is not None:
+            attention_mask = F.pad(attention_mask, (0, length - S), value=1)
+        output = super().forward(
+            mine(input_ids),
+            sequence_mask(length, attention_mask, ids.device),
+            mine(position_ids),
+            inputs_embeds=mine(inputs_embeds),
+            use_cache=False,
+            return_dict=True,
+            **kwargs,
+        )
+        if labels is None:
+            output.logits = gather_shares(output.logits, 1, length, self.group)[:, :S]
+        else:
+            targets = F.pad(labels, (0, 1), value=-100)[:, 1:]  # shifted before they are split:
+            loss = sum_of_losses(output.logits, mine(targets, -100))  # the next may be elsewhere
+            if num_items_in_batch is None:
+                num_items_in_batch = (targets != -100).sum().clamp(min=1)
+            output.loss = sum_over_ranks(loss, self.group) / num_items_in_batch
+        return output if return_dict else output.to_tuple()
+
+
+def sum_of_losses(logits, targets):
+    """Sum over tokens of the cross-entropy; -100: no loss. (B, S, V), (B, S) -> a scalar.
+
+    At least float32. Zero, with a gradient of zeros, where a rank has no valid label at all: it
+    must still take part in the collectives of the backward.
+    """
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+
+
+def sequence_parallelize(model, group):
+    """Make a LlamaForCausalLM sequence-parallel in place, over the ranks of `group`.
+
+    Weights stay whole on all ranks. The model is used as before (see `SequenceParallelLlama`), but
+    what is whole on every rank, weights and `inputs_embeds`, gets the gradient of this rank's
+    tokens: call `sum_gradients` after the backward. Any sequence length and batch size; query
+    heads, KV heads and tokens are shared out unevenly where they do not divide.
+
+    Those who have a rank's tokens only use `model.model(inputs_embeds=..., position_ids=...,
+    attention_mask=sequence_mask(S))` for this rank's hidden states, (B, S/P, H); tokens are dealt
+    out by `share(S, P, rank)`.
+
+    Works on a model without memory (device meta) too. Raises UserError for more ranks than query
+    heads, and for RoPE that depends on the length of the sequence.
+    """
+    config, ranks = copy.deepcopy(model.config), range(group.size())  # others may share it
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    if rope.get("rope_type") in ("dynamic", "longrope"):
+        raise UserError(
+            f"RoPE {rope['rope_type']} depends on the sequence's length, which no rank sees"
+        )
+    N, K = config.num_attention_heads, config.num_key_value_heads
+    heads = [share_heads(N, K, len(ranks), rank)[:2] for rank in ranks]
+    (first, stop), (first_key, stop_key) = heads[group.rank()]
+    ALL_ATTENTION_FUNCTIONS["ulysses"] = ulysses_attention
+    config._attn_implementation = "ulysses"
+    config.use_cache = model.generation_config.use_cache = False
+    for module in model.modules():
+        if hasattr(module, "config"):
+            module.config = config
+    for layer in model.model.layers:
+        layer.self_attn.group, layer.self_attn.heads = group, heads
+        layer.self_attn.num_key_value_groups = (stop - first) // (stop_key - first_key)
+    model.__class__, model.group = SequenceParallelLlama, group
+    return model
+
+
+def sum_gradients(tensors, group):
+    """The one sum over ranks that Ulysses needs: of the gradients of all that is replicated."""
+    for tensor in tensors:
+        if tensor.grad is not None:
+            tensor.grad = all_reduce(tensor.grad, group)
+
+
+# ---------------------------------------------------------------- what is shown with it
+
+
+def formula(config, S, B, ranks, element):
+    """Bytes that each rank sends in one layer, forward; as many backward. Exact, on average.
+
+    For sizes that divide: (P-1)/P (T/P) e D (2N + 2 max(K, P)), with T = B S tokens of e bytes.
+    """
+    N, K, D = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    heads = [share_heads(N, K, ranks, r)[:2] for r in range(ranks)]
+    queries, keys = ([stop - first for first, stop in kind] for kind in zip(*heads, strict=True))
+    tokens = [stop - first for first, stop in (share(S, ranks, r) for r in range(ranks))]
+    pairs = [(a, b) for a in range(ranks) for b in range(ranks) if a != b]
+    sent = sum(tokens[a] * (queries[b] + 2 * keys[b]) + tokens[b] * queries[a] for a, b in pairs)
+    return sent * B * D * element / ranks
+
+
+def check_hidden_states(run, batch, parallel, references):
+    """After every layer: this rank's tokens and no others, as the single-rank run has them."""
+    ids, mask, _ = batch
+    first, stop = share(ids.shape[1], run.world_size, run.rank)
+    real = mask[:, first:stop, None]  # what padding computes is nobody's business
+
+    @torch.no_grad()
+    def hidden_states(model):
+        output = model(ids, attention_mask=mask, output_hidden_states=True)
+        return output.hidden_states
+
+    expected = run.expect(hidden_states, references)
+    actual = hidden_states(parallel)
+    run.check(
+        "hidden states of this rank's tokens",
+        [(h * real, *(e[:, first:stop] * real for e in es))
+         for h, es in zip(actual, expected, strict=True)],
+    )  # fmt: skip
+
+
+def show_bytes(run, parallel, ids):
+    """Print the bytes on the wire of a layer's forward and backward, beside the formula."""
+    config, (B, S) = run.source.config, ids.shape
+    first, stop = share(S, run.world_size, run.rank)
+    positions = torch.arange(first, stop, device=ids.device)[None]
+    inputs = ids[:, first:stop], sequence_mask(S, device=ids.device), positions
+    hidden = None
+
+    def forward():
+        nonlocal hidden
+        hidden = parallel.model(*inputs).last_hidden_state
+
+    layers = config.num_hidden_layers
+    sent = [bytes_sent(run, forward), bytes_sent(run, lambda: hidden.sum().backward())]
+    sent = [None if n is None else n / layers for n in sent]
+    expected = formula(config, S, B, run.world_size, run.dtype.itemsize)
+    said = " and ".join("?" if n is None else f"{n:,.0f}" for n in sent)
+    run.say(
+        f"bytes sent per rank and layer, forward and backward: {said}; formula {expected:,.0f} each"
+    )
+    run.results |= {"sent_bytes": sent, "formula_bytes": expected}
+
+
+def main():
+    parser = make_parser(__doc__)
+    add_model_flags(parser)
+    args = parser.parse_args()
+    with start(args) as run:
+        run.mark = "S"
+
+        def parallelize(model):
+            sequence_parallelize(model, run.group)
+
+        def loss(model, labels, **inputs):
+            return model(**inputs, labels=labels).loss
+
+        def also(tokenizer, prompt, batch, parallel, references):
+            tokens = hf_generate(parallel, prompt, args.new_tokens)
+            ((expected, *_),) = run.expect(
+                lambda model: [hf_generate(model, prompt, args.new_tokens)], references
+            )
+            mask = torch.ones_like(prompt)
+            check_text(run, tokenizer, tokens, expected, references, mask, " by .generate")
+            if args.seq_len >= run.world_size:  # else it has been padded, see `forward`
+                check_hidden_states(run, batch, parallel, references)
+                show_bytes(run, parallel, batch[0])
+
+        show_model(
+            run, parallelize, loss, whole=("",), also=also,
+            reduce=lambda tensors: sum_gradients(tensors, run.group),
+        )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
