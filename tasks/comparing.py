@@ -1,7 +1,6 @@
 """How a parallel run is held against the reference: the unmodified module, run by rank 0 alone."""
 
 import copy
-import os
 import re
 
 import torch
@@ -83,9 +82,7 @@ class Comparison:
         value, bound = worst["max_abs_diff"], worst["tolerance"]
         if not passed:
             self.say(f"FAILED {name} (rank={rank}): max|diff| {value:.1e} > tolerance {bound:.1e}")
-            self.write_json()
-            dist.barrier()
-            os._exit(1)
+            self.exit(1)
         verdict = f"; within {also:.0e}: {'yes' if value <= also else 'no'}" if also else ""
         self.say(f"check {name}: max|diff| {value:.1e}, mean|diff| {worst['mean_abs_diff']:.1e}, "
                  f"tolerance {bound:.1e} (rank={rank}): ok{verdict}")  # fmt: skip

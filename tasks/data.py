@@ -1,0 +1,119 @@
+"""The text that a task trains on: a file, a URL that is fetched once, or the project's own."""
+
+import hashlib
+import os
+import re
+import sys
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import torch
+
+from loading import TINY, UserError
+
+ULYSSES = "https://www.gutenberg.org/cache/epub/4300/pg4300.txt"  # the assignment's example
+MARK = r"\*\*\* ?%s OF TH(?:E|IS) PROJECT GUTENBERG EBOOK.*?\*\*\*"
+
+
+def load_tokens(run, where, tokenizer, needed):
+    """At least `needed` tokens of a text, (1, T), on every rank; rank 0 alone reads it.
+
+    where: a file, a URL, or None. None is the book above for models that were downloaded or lie in
+    a directory, and the project's own stories for the others, or where the book is out of reach.
+    Without a tokenizer the tokens are the text's bytes. Raises UserError, on all ranks, for what
+    cannot be read, is not UTF-8, or is too short.
+    """
+
+    def load():
+        if run.rank:
+            return None
+        name, text = find_text(where, run.source, needed, run.args.seed)
+        if not text.strip():
+            raise UserError(f"--text {name}: no text in it")
+        if tokenizer:
+            tokens = tokenizer(text, verbose=False)["input_ids"]
+        else:
+            tokens = [byte % run.source.config.vocab_size for byte in text.encode()]
+        if len(tokens) < needed:
+            raise UserError(f"--text {name}: {len(tokens)} tokens, but {needed} are needed: give a "
+                            "longer text, or a smaller --seq-len")  # fmt: skip
+        if max(tokens) >= run.source.config.vocab_size:
+            raise UserError(f"--text {name}: token {max(tokens)}, but {run.source.name} has only "
+                            f"{run.source.config.vocab_size}")  # fmt: skip
+        return name, torch.tensor([tokens])
+
+    found = run.together(load)
+    name, ids = found or (None, None)
+    kind = "" if tokenizer else "; no tokenizer: its bytes are the tokens"
+    run.say(f"text: {name}{kind}")
+    return run.from_rank0(ids)
+
+
+def find_text(where, source, needed, seed):
+    """The text, and what to call it."""
+    if where is not None and not is_url(where):
+        return where, decode(read_file(Path(where).expanduser()), where)
+    if where is None and (source.directory in (None, TINY)):
+        return own_text(needed, seed)
+    url = where or ULYSSES
+    try:
+        return url, decode(fetch(url), url)
+    except (OSError, ValueError) as error:  # URLError is an OSError, and so is a timeout
+        if where:
+            raise UserError(f"--text {url}: not fetched ({error}); give a file") from None
+        name, text = own_text(needed, seed)
+        return f"{name}, since {url} is out of reach ({error})", text
+
+
+def own_text(needed, seed):
+    """Stories that the project writes, enough of them; a token has fewer than 8 characters."""
+    sys.path.insert(0, str(TINY))
+    from corpus import text
+
+    length = max(100_000, 8 * needed)
+    return f"stories of the project's own (seed {seed})", text(seed, length, separator="\n\n")
+
+
+def is_url(where):
+    return bool(re.match(r"https?://", where))
+
+
+def read_file(path):
+    try:
+        return path.read_bytes()
+    except IsADirectoryError:
+        raise UserError(f"--text {path}: a directory, not a text file") from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"--text {path}: cannot be read ({reason})") from None
+
+
+def fetch(url):
+    """The bytes behind a URL; fetched once, then from the user's cache folder."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "parallel_llama"
+    path = cache / f"{hashlib.sha256(url.encode()).hexdigest()[:16]}.txt"
+    if path.exists():
+        return path.read_bytes()
+    if os.environ.get("HF_HUB_OFFLINE") == "1":
+        raise OSError("HF_HUB_OFFLINE is 1")
+    with urllib.request.urlopen(url, timeout=10) as answer:
+        content = answer.read()
+    cache.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(f".{os.getpid()}")
+    part.write_bytes(content)
+    part.replace(path)  # whole or not at all
+    return content
+
+
+def decode(content, name):
+    """Text of UTF-8 bytes: no byte-order mark, LF line ends, no NULs, no Gutenberg licence."""
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        kind = "UTF-16" if content[:2] in (b"\xff\xfe", b"\xfe\xff") else "not UTF-8"
+        raise UserError(f"--text {name}: {kind}: byte {content[error.start]:#04x} at offset "
+                        f"{error.start}; convert it, as with iconv -t utf-8") from None  # fmt: skip
+    text = text.replace("\r\n", "\n").replace("\r", "\n").replace("\0", "")
+    begin, end = (re.search(MARK % word, text, re.DOTALL) for word in ("START", "END"))
+    return text[begin.end() if begin else 0 : end.start() if end else None].strip("\n")

@@ -1,0 +1,398 @@
+"""Task 5: fine-tuning over a sequence that is split over the ranks (prompt tuning, LoRA, or all).
+
+The model is Task 4's, the adapters are PEFT's. What is easily got wrong is done in `shard_loss`:
+
+* The virtual prompt (n tokens) stands before the sequence once, not once a rank. The n + S
+  embeddings are split, so a rank may hold virtual tokens only, some, or none:
+
+      whole   v0 ... v31 t0 t1 ... t127        32 virtual tokens, 128 of the text
+      ranks   [ 0          ][ 1           ]    80 positions each
+
+* Labels are shifted by one before they are split: the next token may be on the next rank.
+* The loss is the sum over all ranks' tokens, divided by the number of labels on all ranks. A mean
+  of the ranks' means would weigh tokens by who holds them. A rank without a label adds 0, and takes
+  part in every collective.
+* What is trained is replicated. Each rank's gradient is its tokens' part of a sum; one all-reduce
+  before the optimizer, and the replicas stay the same to the last bit.
+
+    OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 2 tasks/ulysses_finetune.py
+
+first trains three steps beside a single-rank run of the unmodified model under plain PEFT, and
+compares losses, gradients before the optimizer, and parameters after it. Then it trains. Into
+--output-dir goes the adapter, which plain PEFT opens, and checkpoints, from which a killed job goes
+on to the same bits, by itself under `torchrun --max-restarts`.
+"""
+
+import argparse
+import math
+import os
+import re
+import signal
+import statistics
+import tempfile
+import time
+import warnings
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from safetensors.torch import save_file
+from tqdm import tqdm
+
+from checkpoint import fingerprint, open_folder, resume, save, swap
+from ulysses_forward import sequence_mask, sequence_parallelize, sum_gradients, sum_of_losses
+from utils import (
+    UserError,
+    all_gather,
+    is_hub_id,
+    load_tokens,
+    make_parser,
+    natural,
+    peak_memory,
+    positive,
+    share,
+    start,
+)
+
+LR = {"prompt": 1e-3, "lora": 1e-3, "none": 1e-4}
+
+# ---------------------------------------------------------------- the technique
+
+
+def shard_loss(model, ids, group):
+    """This rank's part of the mean next-token loss; the ranks' parts add up to it.
+
+    model: a sequence-parallel LlamaForCausalLM, alone or under PEFT. ids: (B, S), on all ranks.
+
+                    whole               this rank's
+    embeddings      (B, n + S, H)       (B, (n+S)/P, H)     never whole anywhere
+    targets         (B, n + S)          (B, (n+S)/P)        virtual tokens are none; shifted once
+    logits                              (B, (n+S)/P, V)
+    """
+    base = model.get_base_model() if hasattr(model, "peft_config") else model
+    prompt = virtual_tokens(model, len(ids))
+    n, S, embed = len(prompt[0]), ids.shape[1], base.get_input_embeddings()
+    first, stop = share(n + S, group.size(), group.rank())
+    tokens = embed(ids[:, max(first - n, 0) : max(stop - n, 0)])
+    # Also where this rank has no virtual token, its embeddings come to depend on the prompt, by an
+    # empty piece of it: else autograd would see nothing to train here, and skip the collectives.
+    embeddings = torch.cat([prompt[:, first:stop].to(tokens), tokens], dim=1)
+    targets = F.pad(ids, (n, 1), value=-100)[:, 1:]
+    positions = torch.arange(first, stop, device=ids.device)[None]
+    mask = sequence_mask(n + S, device=ids.device)
+    output = base.model(inputs_embeds=embeddings, attention_mask=mask, position_ids=positions)
+    logits = base.lm_head(output.last_hidden_state)
+    return sum_of_losses(logits, targets[:, first:stop]) / (targets != -100).sum()
+
+
+def virtual_tokens(model, batch_size):
+    """The virtual prompt, (B, n, H); n is 0 without prompt tuning."""
+    configs = getattr(model, "peft_config", {})
+    if any(config.is_prompt_learning for config in configs.values()):
+        return model.get_prompt(batch_size)
+    return torch.empty(batch_size, 0, model.config.hidden_size, device=model.device)
+
+
+def trained(model):
+    """{name: parameter} of what is trained."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def train(run, model, optimizer, batches, losses, save):
+    """Train until `losses`, one a step, is as long as --steps; those of before a restart are in it.
+
+    batches(i): the ids of step i. save(): called every --save-every steps. A signal to stop reaches
+    all ranks at the same step.
+    """
+    parameters, stopped, seconds = trained(model), catch_signals(), []
+    bar = tqdm(total=run.args.steps, initial=len(losses), disable=run.rank > 0 or None, unit="step")
+    model.train()  # from_pretrained and PEFT leave it in eval, where checkpointing does nothing
+    for i in range(len(losses), run.args.steps):
+        begin = time.perf_counter()
+        optimizer.zero_grad()
+        loss = shard_loss(model, batches(i), run.group)
+        mine = torch.stack([loss.detach().double(), loss.new_tensor(len(stopped)).double()])
+        parts, stops = all_gather(mine, run.group).T.tolist()
+        refuse_nan(i, {f"the loss on rank {rank}": part for rank, part in enumerate(parts)})
+        loss.backward()
+        sum_gradients(parameters.values(), run.group)
+        norms = torch._foreach_norm([p.grad for p in parameters.values()])
+        refuse_nan(i, dict(zip(parameters, torch.stack(norms).tolist(), strict=True)))
+        optimizer.step()
+        losses.append(sum(parts))
+        run.synchronize()
+        seconds.append(time.perf_counter() - begin)
+        with bar.external_write_mode():
+            run.say(f"i={i}  loss.item()={losses[-1]:.4f}")
+        bar.update()
+        interrupted = max(stops) > 0
+        if len(losses) == run.args.steps or interrupted or len(losses) % run.args.save_every == 0:
+            save()
+        if interrupted:
+            bar.close()
+            run.say(f"interrupted after {len(losses)} steps; --resume continues")
+            run.exit(130)
+    bar.close()
+    return seconds
+
+
+def refuse_nan(i, values):
+    """All ranks have the same values, so all stop here, before the optimizer."""
+    bad = [name for name, value in values.items() if not math.isfinite(value)]
+    if bad:
+        raise UserError(f"step {i}: {bad[0]} is {values[bad[0]]}; stopped before the optimizer. A "
+                        "smaller --lr may help")  # fmt: skip
+
+
+def catch_signals():
+    """A list that gets an entry when this process is asked to stop; the second time it does."""
+    stopped = []
+
+    def handler(number, frame):
+        if stopped:
+            os._exit(128 + number)
+        stopped.append(number)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, handler)
+    return stopped
+
+
+# ---------------------------------------------------------------- the model and its adapter
+
+
+def load(run, parallelize=None):
+    """The model of --model with the adapter of --peft, seeded: the same on every rank."""
+    args = run.args
+    model = run.source.load_model(run.dtype, run.device, parallelize)
+    if args.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if args.peft != "none":
+        config = PromptTuningConfig(num_virtual_tokens=args.num_virtual_tokens)
+        if args.peft == "lora":
+            targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
+            config = LoraConfig(r=args.lora_rank, lora_alpha=16, target_modules=targets)
+        config.task_type = "CAUSAL_LM"
+        config.base_model_name_or_path = args.model if is_hub_id(args.model) else None
+        torch.manual_seed(args.seed)
+        with warnings.catch_warnings():  # PEFT and transformers speak of each other's names
+            warnings.simplefilter("ignore", FutureWarning)
+            model = get_peft_model(model, config)
+    if run.dtype == torch.float64:  # PEFT makes some adapters float32
+        for parameter in trained(model).values():
+            parameter.data = parameter.data.double()
+    return model.train()
+
+
+def make_optimizer(run, model):
+    return torch.optim.Adam(trained(model).values(), run.args.lr)
+
+
+def save_result(run, model):
+    """Write --output-dir/adapter, or model, as PEFT and transformers have them; by rank 0."""
+    folder = run.args.output_dir
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".", suffix=".part") as part:
+        part = Path(part) / "result"
+        if run.args.peft != "none":
+            model.save_pretrained(part, save_embedding_layers=False)
+        else:
+            run.source.config.architectures = ["LlamaForCausalLM"]
+            run.source.config.save_pretrained(part)
+            tensors = {name: p.detach().cpu() for name, p in trained(model).items()}
+            save_file(tensors, part / "model.safetensors", {"format": "pt"})
+        final = folder / ("model" if run.args.peft == "none" else "adapter")
+        swap(part, final)
+    print(f"saved {final}", flush=True)
+
+
+# ---------------------------------------------------------------- the checks
+
+
+def follow(run, model, loss, batches, steps, reduce=lambda tensors: None):
+    """Some steps of training: the losses, all gradients of each step, and what is trained after."""
+    optimizer, parameters = make_optimizer(run, model), trained(model).values()
+    losses, grads = [], []
+    for i in range(steps):
+        optimizer.zero_grad()
+        value = loss(model, batches(i))
+        value.backward()
+        reduce(parameters)
+        losses.append(value.detach())
+        grads += [p.grad.clone() for p in parameters]
+        optimizer.step()
+    return [torch.stack(losses), *grads, *(p.detach().clone() for p in parameters)]
+
+
+def whole_loss(model, ids):
+    """The single rank's objective: what PEFT and Hugging Face make of labels."""
+    return model(input_ids=ids, labels=ids).loss
+
+
+def next_token_loss(logits, labels, vocab_size, **kwargs):
+    """Hugging Face's loss, which is float32 even in float64, without that."""
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+def check_training(run, model, batches):
+    """The first steps of the very training that follows, beside a single-rank run's."""
+    steps, names = min(run.args.check_steps, run.args.steps), list(trained(model))
+    reference = load(run) if run.rank == 0 else None
+    if run.rank == 0 and run.dtype == torch.float64:
+        base = reference.get_base_model() if run.args.peft != "none" else reference
+        base.loss_function = next_token_loss
+    references = run.references(reference)
+    before = {name: p.detach().clone() for name, p in trained(model).items()}
+
+    expected = run.expect(lambda m: follow(run, m, whole_loss, batches, steps), references)
+    actual = follow(
+        run, model, partial(shard_loss, group=run.group), batches, steps,
+        partial(sum_gradients, group=run.group),
+    )  # fmt: skip
+    actual[0] = all_gather(actual[0], run.group).sum(0)
+    run.show("Reference outputs", expected[0][0], ranks="0")
+    run.show("SParallel outputs", actual[0])
+    run.check("losses", [(actual[0], *expected[0])])
+
+    count, layers = len(names), run.source.config.num_hidden_layers + 1
+    kinds = {}
+    for at, name in enumerate(names):
+        kinds.setdefault(re.sub(r"layers\.\d+\.", "layers.*.", name), []).append(at)
+    for kind, members in kinds.items():
+        grads = [[1 + step * count + at for step in range(steps)] for at in members]
+        pairs = [(actual[i], *expected[i]) for of_one in grads for i in of_one]
+        run.check(f"{kind} grad, {steps} steps", pairs, layers=layers)
+        pairs, bound = [], None
+        for of_one, at in zip(grads, members, strict=True):
+            after = 1 + steps * count + at
+            values = actual[after]
+            if run.dtype == torch.float32:
+                # Adam divides a gradient by its own size: where that is rounding, so is the step.
+                # Where it is above a tenth of the largest, it may be off by 10 times the gradients'
+                # tolerance, and so may a step, of --lr; and each step rounds.
+                sizes = torch.stack([expected[i][0].abs() for i in of_one])
+                clear = (sizes > 0.1 * sizes.amax()).all(0)
+                values = torch.where(clear, values, expected[after][0])
+                rounding = 2**-23 * values.abs().max().item()
+                bound = max(bound or 0, steps * (run.args.lr * 1e-4 * layers + rounding))
+            pairs.append((values, *expected[after]))
+        run.check(f"{kind} after {steps} steps", pairs, bound)
+    with torch.no_grad():
+        for name, parameter in trained(model).items():
+            parameter.copy_(before[name])
+
+
+def check_replicas(run, parameters, when):
+    """The trained parameters are the same on all ranks, by their SHA-256, which is returned."""
+    digest = fingerprint(parameters.values())
+    numbers = torch.tensor(list(bytes.fromhex(digest)), device=run.device)
+    run.check_same_bits(f"hash of what is trained, {when}", numbers)
+    return digest
+
+
+# ---------------------------------------------------------------- what is shown with it
+
+
+def rate(text):
+    """argparse type: a learning rate."""
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be above 0, not {text}")
+    return value
+
+
+def main():
+    parser = make_parser(__doc__)
+    add = parser.add_argument
+    add("--peft", choices=LR, default="prompt", help="what is trained: a virtual prompt, LoRA of "
+        "the attention's projections, or (none) all weights; default prompt")  # fmt: skip
+    add("--num-virtual-tokens", type=positive, default=32, help="of --peft prompt; default 32")
+    add("--lora-rank", type=positive, default=8, help="default 8")
+    add("--text", help="a UTF-8 file or a URL; default: Ulysses from Project Gutenberg, or for "
+        "tiny and random/ models the project's own stories")  # fmt: skip
+    add("--seq-len", type=positive, default=128, help="tokens of text a sequence; default 128")
+    add("--batch-size", type=positive, default=1, help="sequences a step; default 1")
+    add("--num-sequences", type=positive, help="to cut from the start of the text, which steps "
+        "take in turn; default the batch size: every step has the same")  # fmt: skip
+    add("--steps", type=positive, default=10, help="of Adam; default 10")
+    add("--lr", type=rate, help="Adam's learning rate; default "
+        + ", ".join(f"{lr:g} ({peft})" for peft, lr in LR.items()))  # fmt: skip
+    add("--gradient-checkpointing", action="store_true", help="recompute layers in the backward")
+    add("--check-steps", type=natural, default=3, help="steps to compare with a single-rank run; "
+        "0 saves its time and memory; default 3")  # fmt: skip
+    add("--output-dir", type=Path, help="for the result and the checkpoints; default none")
+    add("--save-every", type=positive, default=10, help="steps between checkpoints; default 10")
+    add("--resume", action="store_true", help="go on from the newest checkpoint in --output-dir")
+    args = parser.parse_args()
+    args.lr = args.lr or LR[args.peft]
+    args.num_sequences = args.num_sequences or args.batch_size
+    if args.resume and args.output_dir is None:
+        parser.error("--resume needs --output-dir")
+    with start(args) as run:
+        run.mark = "S"
+        finetune(run)
+
+
+def finetune(run):
+    """All that the script does."""
+    args, config = run.args, run.source.config
+    resumes = open_folder(run, args.output_dir, args.resume)
+    needed = args.num_sequences * args.seq_len
+    ids = load_tokens(run, args.text, run.together(run.source.tokenizer), needed)
+    run.say(f"Cropping input_ids.shape[1]={ids.shape[1]} to {needed} tokens")
+    ids = ids[:, :needed].view(args.num_sequences, args.seq_len)
+    length = args.seq_len + (args.num_virtual_tokens if args.peft == "prompt" else 0)
+    if length < max(2, run.world_size):
+        raise UserError(f"--seq-len {args.seq_len}: too short, each rank needs a token and the "
+                        "loss a next one")  # fmt: skip
+    if length > config.max_position_embeddings:
+        run.say(f"note: {length} positions, but {run.source.name} was made for "
+                f"{config.max_position_embeddings}")  # fmt: skip
+    if config.attention_dropout:
+        run.say(f"note: attention dropout {config.attention_dropout} is left out")
+        config.attention_dropout = 0.0
+
+    def batches(i):
+        first = i * args.batch_size
+        return ids[[(first + j) % len(ids) for j in range(args.batch_size)]]
+
+    model = run.together(lambda: load(run, lambda model: sequence_parallelize(model, run.group)))
+    parameters = trained(model)
+    # What must be the same for a checkpoint to be continued; of the weights some values each.
+    sample = [p.detach().flatten()[:: 1 + p.numel() // 256] for p in model.parameters()]
+    flags = ("peft", "num_virtual_tokens", "lora_rank", "seq_len", "batch_size", "num_sequences",
+             "lr", "dtype", "seed")  # fmt: skip
+    same = {"weights": fingerprint(sample), "text": fingerprint([ids])}
+    same |= {f"--{name.replace('_', '-')}": getattr(args, name) for name in flags}
+    count = sum(p.numel() for p in parameters.values())
+    total = sum(p.numel() for p in model.parameters())
+    run.say(f"Parameters: {count} trainable / {total} total")
+    check_replicas(run, parameters, "before")
+    if args.check_steps:
+        check_training(run, model, batches)
+
+    optimizer = make_optimizer(run, model)
+    losses = resume(run, parameters, optimizer, same) if resumes else []
+    seconds = []
+
+    def training():
+        write = partial(save, run, parameters, optimizer, losses, same)
+        seconds.extend(train(run, model, optimizer, batches, losses, write))
+
+    peaks = peak_memory(run, training)
+    digest = check_replicas(run, parameters, "after")
+    run.say(f"loss {losses[0]:.4f} -> {losses[-1]:.4f} in {len(losses)} steps")
+    if seconds:
+        median = statistics.median(seconds)
+        run.say(f"median step {median:.3f} s, {args.batch_size * length / median:.0f} positions/s; "
+                f"peak memory, MiB, of each rank: "
+                + ", ".join(f"{peak / 2**20:.0f}" for peak in peaks))  # fmt: skip
+    run.results |= {"losses": losses, "sha256": digest, "step_s": seconds,
+                    "peak_memory_bytes": peaks}  # fmt: skip
+    if args.output_dir and run.rank == 0:
+        save_result(run, model)
+
+
+if __name__ == "__main__":
+    main()
