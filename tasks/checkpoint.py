@@ -15,6 +15,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import tempfile
 from pathlib import Path
 
@@ -127,6 +128,20 @@ def resume(run, parameters, optimizer, same):
         run.say(f"note: it was on {record['world_size']} ranks: random numbers start anew")
     run.say(f"resumed after {len(record['losses'])} steps")
     return record["losses"]
+
+
+def catch_signals():
+    """A list that gets an entry when this process is asked to stop; the second time it does."""
+    stopped = []
+
+    def handler(number, frame):
+        if stopped:
+            os._exit(128 + number)
+        stopped.append(number)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, handler)
+    return stopped
 
 
 def fingerprint(tensors):

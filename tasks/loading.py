@@ -32,12 +32,14 @@ PRESETS = {
         rms_norm_eps=1e-5, tie_word_embeddings=True, rope_theta=500000.0,
         rope_scaling=LLAMA3_ROPE,
     ),
+    "llama-3.2-1b-32k": {},  # the same with a vocabulary of 32000, see below
     "llama-3.1-8b": dict(
         hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
         head_dim=128, intermediate_size=14336, vocab_size=128256, max_position_embeddings=131072,
         rms_norm_eps=1e-5, rope_theta=500000.0, rope_scaling=LLAMA3_ROPE | {"factor": 8.0},
     ),
 }  # fmt: skip
+PRESETS["llama-3.2-1b-32k"] = PRESETS["llama-3.2-1b"] | {"vocab_size": 32000}
 
 
 # ---------------------------------------------------------------- sources of weights

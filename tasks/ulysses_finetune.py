@@ -24,10 +24,9 @@ on to the same bits, by itself under `torchrun --max-restarts`.
 """
 
 import argparse
+import copy
 import math
-import os
 import re
-import signal
 import statistics
 import tempfile
 import time
@@ -41,7 +40,7 @@ from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from safetensors.torch import save_file
 from tqdm import tqdm
 
-from checkpoint import fingerprint, open_folder, resume, save, swap
+from checkpoint import catch_signals, fingerprint, open_folder, resume, save, swap
 from ulysses_forward import sequence_mask, sequence_parallelize, sum_gradients, sum_of_losses
 from utils import (
     UserError,
@@ -71,7 +70,7 @@ def shard_loss(model, ids, group):
     targets         (B, n + S)          (B, (n+S)/P)        virtual tokens are none; shifted once
     logits                              (B, (n+S)/P, V)
     """
-    base = model.get_base_model() if hasattr(model, "peft_config") else model
+    base = base_of(model)
     prompt = virtual_tokens(model, len(ids))
     n, S, embed = len(prompt[0]), ids.shape[1], base.get_input_embeddings()
     first, stop = share(n + S, group.size(), group.rank())
@@ -85,6 +84,11 @@ def shard_loss(model, ids, group):
     output = base.model(inputs_embeds=embeddings, attention_mask=mask, position_ids=positions)
     logits = base.lm_head(output.last_hidden_state)
     return sum_of_losses(logits, targets[:, first:stop]) / (targets != -100).sum()
+
+
+def base_of(model):
+    """The LlamaForCausalLM, which may be under PEFT."""
+    return model.get_base_model() if hasattr(model, "peft_config") else model
 
 
 def virtual_tokens(model, batch_size):
@@ -146,39 +150,26 @@ def refuse_nan(i, values):
                         "smaller --lr may help")  # fmt: skip
 
 
-def catch_signals():
-    """A list that gets an entry when this process is asked to stop; the second time it does."""
-    stopped = []
-
-    def handler(number, frame):
-        if stopped:
-            os._exit(128 + number)
-        stopped.append(number)
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, handler)
-    return stopped
-
-
 # ---------------------------------------------------------------- the model and its adapter
 
 
 def load(run, parallelize=None):
     """The model of --model with the adapter of --peft, seeded: the same on every rank."""
     args = run.args
+    run.source.config.use_cache = False  # there is nothing to generate
     model = run.source.load_model(run.dtype, run.device, parallelize)
-    if args.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    if args.peft != "none":
-        config = PromptTuningConfig(num_virtual_tokens=args.num_virtual_tokens)
-        if args.peft == "lora":
-            targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
-            config = LoraConfig(r=args.lora_rank, lora_alpha=16, target_modules=targets)
-        config.task_type = "CAUSAL_LM"
-        config.base_model_name_or_path = args.model if is_hub_id(args.model) else None
-        torch.manual_seed(args.seed)
-        with warnings.catch_warnings():  # PEFT and transformers speak of each other's names
-            warnings.simplefilter("ignore", FutureWarning)
+    with warnings.catch_warnings():  # PEFT and the newest transformers disagree on names
+        warnings.simplefilter("ignore", FutureWarning)
+        if args.gradient_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        if args.peft != "none":
+            config = PromptTuningConfig(num_virtual_tokens=args.num_virtual_tokens)
+            if args.peft == "lora":
+                targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
+                config = LoraConfig(r=args.lora_rank, lora_alpha=16, target_modules=targets)
+            config.task_type = "CAUSAL_LM"
+            config.base_model_name_or_path = args.model if is_hub_id(args.model) else None
+            torch.manual_seed(args.seed)
             model = get_peft_model(model, config)
     if run.dtype == torch.float64:  # PEFT makes some adapters float32
         for parameter in trained(model).values():
@@ -198,10 +189,13 @@ def save_result(run, model):
         if run.args.peft != "none":
             model.save_pretrained(part, save_embedding_layers=False)
         else:
-            run.source.config.architectures = ["LlamaForCausalLM"]
-            run.source.config.save_pretrained(part)
+            config = copy.deepcopy(run.source.config)
+            config.architectures, config.use_cache = ["LlamaForCausalLM"], True
+            config.save_pretrained(part)
             tensors = {name: p.detach().cpu() for name, p in trained(model).items()}
             save_file(tensors, part / "model.safetensors", {"format": "pt"})
+        for file in part.iterdir():
+            file.chmod(0o644)  # safetensors lets nobody else read it
         final = folder / ("model" if run.args.peft == "none" else "adapter")
         swap(part, final)
     print(f"saved {final}", flush=True)
@@ -236,26 +230,32 @@ def next_token_loss(logits, labels, vocab_size, **kwargs):
 
 
 def check_training(run, model, batches):
-    """The first steps of the very training that follows, beside a single-rank run's."""
+    """The first steps of the very training that follows, beside a single-rank run's: the losses."""
     steps, names = min(run.args.check_steps, run.args.steps), list(trained(model))
     reference = load(run) if run.rank == 0 else None
     if run.rank == 0 and run.dtype == torch.float64:
-        base = reference.get_base_model() if run.args.peft != "none" else reference
-        base.loss_function = next_token_loss
+        base_of(reference).loss_function = next_token_loss
     references = run.references(reference)
     before = {name: p.detach().clone() for name, p in trained(model).items()}
 
     expected = run.expect(lambda m: follow(run, m, whole_loss, batches, steps), references)
+    calls = []
+    layer = base_of(model).model.layers[0]  # a hook before, since recomputing stops early
+    hook = layer.mlp.register_forward_pre_hook(lambda *_: calls.append(1.0))
     actual = follow(
         run, model, partial(shard_loss, group=run.group), batches, steps,
         partial(sum_gradients, group=run.group),
     )  # fmt: skip
+    hook.remove()
+    often = 2 if run.args.gradient_checkpointing else 1  # forward, and again in the backward
+    runs = torch.tensor(calls).sum() / steps
+    run.check("forwards of a layer in a step", [(runs, torch.full_like(runs, often))], 0.0)
     actual[0] = all_gather(actual[0], run.group).sum(0)
     run.show("Reference outputs", expected[0][0], ranks="0")
     run.show("SParallel outputs", actual[0])
     run.check("losses", [(actual[0], *expected[0])])
 
-    count, layers = len(names), run.source.config.num_hidden_layers + 1
+    count, layers = len(names), run.source.config.num_hidden_layers
     kinds = {}
     for at, name in enumerate(names):
         kinds.setdefault(re.sub(r"layers\.\d+\.", "layers.*.", name), []).append(at)
@@ -281,6 +281,7 @@ def check_training(run, model, batches):
     with torch.no_grad():
         for name, parameter in trained(model).items():
             parameter.copy_(before[name])
+    return actual[0]
 
 
 def check_replicas(run, parameters, when):
@@ -369,8 +370,7 @@ def finetune(run):
     total = sum(p.numel() for p in model.parameters())
     run.say(f"Parameters: {count} trainable / {total} total")
     check_replicas(run, parameters, "before")
-    if args.check_steps:
-        check_training(run, model, batches)
+    checked = check_training(run, model, batches) if args.check_steps else None
 
     optimizer = make_optimizer(run, model)
     losses = resume(run, parameters, optimizer, same) if resumes else []
@@ -382,6 +382,9 @@ def finetune(run):
 
     peaks = peak_memory(run, training)
     digest = check_replicas(run, parameters, "after")
+    if checked is not None:
+        first = checked.new_tensor(losses[: len(checked)])
+        run.check("losses of the training, as checked", [(first, checked)])
     run.say(f"loss {losses[0]:.4f} -> {losses[-1]:.4f} in {len(losses)} steps")
     if seconds:
         median = statistics.median(seconds)

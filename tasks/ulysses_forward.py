@@ -36,7 +36,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from utils import (
     UserError,
     add_model_flags,
-    all_reduce,
     bytes_sent,
     check_text,
     gather_shares,
@@ -144,7 +143,7 @@ class SequenceParallelLlama(LlamaForCausalLM):
     def forward(
         self, input_ids=None, attention_mask=None, position_ids=None, inputs_embeds=None,
         labels=None, num_items_in_batch=None, past_key_values=None, use_cache=None,
-        cache_position=None, return_dict=True, **kwargs,
+        cache_position=None, return_dict=None, **kwargs,
     ):  # fmt: skip
         """As LlamaForCausalLM's, without a KV cache. All ranks are given the same, (B, S, ...).
 
@@ -187,7 +186,7 @@ class SequenceParallelLlama(LlamaForCausalLM):
             if num_items_in_batch is None:
                 num_items_in_batch = (targets != -100).sum().clamp(min=1)
             output.loss = sum_over_ranks(loss, self.group) / num_items_in_batch
-        return output if return_dict else output.to_tuple()
+        return output.to_tuple() if return_dict is False else output
 
 
 def sum_of_losses(logits, targets):
@@ -241,7 +240,7 @@ def sum_gradients(tensors, group):
     """The one sum over ranks that Ulysses needs: of the gradients of all that is replicated."""
     for tensor in tensors:
         if tensor.grad is not None:
-            tensor.grad = all_reduce(tensor.grad, group)
+            dist.all_reduce(tensor.grad, group=group)
 
 
 # ---------------------------------------------------------------- what is shown with it

@@ -55,7 +55,6 @@ from model_checks import (  # noqa: F401
 from sharding import (  # noqa: F401
     SharedLinear,
     all_gather,
-    all_reduce,
     copy_to_ranks,
     gather_shares,
     keep_shard,

@@ -45,6 +45,8 @@ def arguments(script, odd_llama):
         "dtensor_llama": ["--repeats", 0, "--batch-size", 12, "--overfit", 60],
         # The trained model: an untrained one says the same word again and again.
         "kv_cache": ["--model", "tiny", "--repeats", 0, "--new-tokens", 6],
+        "ulysses_forward": ["--repeats", 0, "--batch-size", 3, "--seq-len", 23],
+        "ulysses_finetune": ["--batch-size", 2, "--seq-len", 23],
     }
     return ["--model", odd_llama, *flags.get(script, [])]
 
@@ -217,17 +219,17 @@ BUGS = {
         "tp_llama", 2, "tp_llama.py", "[:, 1:].flatten()", "[:, 1:].roll(-1, 1).flatten()", "loss",
     ),
     "gathered logits in the wrong order": (
-        "tp_llama", 2, "tp_llama.py", "shares = [share(size, group.size(), rank)",
-        "shares = [share(size, group.size(), group.size() - 1 - rank)", "logits",
+        "tp_llama", 2, "sharding.py", "pieces = zip(all_gather(padded, group), shares",
+        "pieces = zip(all_gather(padded, group).flip(0), shares", "logits",
     ),
     "gathered logits' gradient from the wrong place": (
-        "tp_llama", 2, "tp_llama.py", "grad[..., slice(*ctx.rows)]",
-        "grad[..., slice(*ctx.rows)].roll(1, -1)", "grad",
+        "tp_llama", 2, "sharding.py", "grad.narrow(ctx.dim, ctx.start, ctx.length)",
+        "grad.narrow(ctx.dim, ctx.start, ctx.length).roll(1, ctx.dim)", "grad",
     ),
-    "tokens chosen from this rank's logits": (
-        "tp_llama", 2, "tp_llama.py",
-        "return GatherLastDim.apply(logits, run.source.config.vocab_size, run.group)",
-        "return logits", "generated tokens",
+    "tokens chosen from the position before": (
+        "tp_llama", 2, "model_checks.py", "token = model(ids, use_cache=False).logits[:, -1:]",
+        "token = model(ids, use_cache=False).logits[:, -1 - bool(model._forward_hooks) :][:, :1]",
+        "generated tokens",
     ),
     "no f in the plan's attention": (
         "dtensor_llama", 2, "dtensor_llama.py", "args[0].to_local(grad_placements=[Partial()])",
@@ -315,15 +317,112 @@ BUGS = {
         "tp_llama", 2, "model_checks.py", "(ids), attention_mask=mask)",
         "(ids), attention_mask=None if model._forward_hooks else mask)", "whatever the padding",
     ),
+    "a piece's gradient goes to another": (
+        "ulysses_forward", 3, "ulysses_forward.py", "return dx, None", "return dx.flip(0), None",
+        "grad",
+    ),
+    "keys and values change places": (
+        "ulysses_forward", 2, "ulysses_forward.py", "query, key, value = whole.view",
+        "query, value, key = whole.view", "logits",
+    ),
+    "heads come back in another order": (
+        "ulysses_forward", 2, "ulysses_forward.py", "torch.cat(pieces, dim=2).transpose",
+        "torch.cat(pieces[::-1], dim=2).transpose", "logits",
+    ),
+    "positions begin at 0 on every rank": (
+        "ulysses_forward", 2, "ulysses_forward.py", "mine(position_ids),",
+        "mine(position_ids) - first,", "logits",
+    ),
+    "the sequence's mask is dropped": (
+        "ulysses_forward", 2, "ulysses_forward.py",
+        "attention_mask if attention_mask.shape[2] else None", "None", "whatever the padding",
+    ),
+    "the sequence's mask is not causal": (
+        "ulysses_forward", 2, "ulysses_forward.py", "device=attention_mask.device).tril()",
+        "device=attention_mask.device)", "logits",
+    ),
+    "a short sequence is read to its padded end": (
+        "ulysses_forward", 6, "ulysses_forward.py", "length, self.group)[:, :S]",
+        "length, self.group)", "generated tokens",
+    ),
+    "no sum of gradients": (
+        "ulysses_forward", 2, "ulysses_forward.py", "dist.all_reduce(tensor.grad, group=group)",
+        "pass", "grad",
+    ),
+    "gradients are averaged": (
+        "ulysses_forward", 3, "ulysses_forward.py", "dist.all_reduce(tensor.grad, group=group)",
+        "dist.all_reduce(tensor.grad.div_(group.size()), group=group)", "grad",
+    ),
+    "the split sequence's labels are shifted twice": (
+        "ulysses_forward", 2, "ulysses_forward.py", "(labels, (0, 1), value=-100)[:, 1:]",
+        "(labels, (0, 2), value=-100)[:, 2:]", "loss",
+    ),
+    "labels are shifted after they are split": (
+        "ulysses_forward", 2, "ulysses_forward.py", "mine(targets, -100))",
+        "F.pad(mine(labels, -100), (0, 1), value=-100)[:, 1:])", "loss",
+    ),
+    "a mean of the ranks' means": (
+        "ulysses_forward", 2, "ulysses_forward.py", "sum_over_ranks(loss, self.group) / num_items",
+        "sum_over_ranks(loss / (mine(targets, -100) != -100).sum(), self.group)"
+        " / self.group.size() * num_items_in_batch / num_items", "loss",
+    ),
+    "hidden states of other tokens": (
+        "ulysses_forward", 2, "ulysses_forward.py", "        return output.to_tuple()",
+        "        if output.hidden_states:\n"
+        "            output.hidden_states = [h.roll(1, 1) for h in output.hidden_states]\n"
+        "        return output.to_tuple()", "hidden states",
+    ),
+    "every rank has the prompt's beginning": (
+        "ulysses_finetune", 3, "ulysses_finetune.py", "prompt[:, first:stop].to",
+        "prompt[:, : len(prompt[0, first:stop])].to", "losses",
+    ),
+    "virtual tokens are no positions": (
+        "ulysses_finetune", 2, "ulysses_finetune.py", "torch.arange(first, stop, device",
+        "torch.arange(0, stop - first, device", "losses",
+    ),
+    "the text's labels are shifted twice": (
+        "ulysses_finetune", 2, "ulysses_finetune.py", "(ids, (n, 1), value=-100)[:, 1:]",
+        "(ids, (n, 2), value=-100)[:, 2:]", "losses",
+    ),
+    "a mean of means while training": (
+        "ulysses_finetune", 2, "ulysses_finetune.py", "/ (targets != -100).sum()",
+        "/ (targets[:, first:stop] != -100).sum() / group.size()", "losses",
+    ),
+    "the adapter's gradients are averaged": (
+        "ulysses_finetune", 3, "ulysses_forward.py", "dist.all_reduce(tensor.grad, group=group)",
+        "dist.all_reduce(tensor.grad.div_(group.size()), group=group)", "grad, 3 steps",
+    ),
+    "another learning rate": (
+        "ulysses_finetune", 2, "ulysses_finetune.py", "trained(model).values(), run.args.lr",
+        "trained(model).values(), run.args.lr * (1 + ('Sequence' in str(type(base_of(model))))"
+        " / 1000)", "after 3 steps",
+    ),
+    "the adapter's replicas begin differently": (
+        "ulysses_finetune", 2, "ulysses_finetune.py", "torch.manual_seed(args.seed)",
+        "torch.manual_seed(args.seed + run.rank)", "hash of what is trained, before",
+    ),
+    "the adapter's replicas part": (
+        "ulysses_finetune", 2, "ulysses_finetune.py",
+        "sum_gradients(parameters.values(), run.group)", "pass", "hash of what is trained, after",
+    ),
+    "trained from where the check ended": (
+        "ulysses_finetune", 2, "ulysses_finetune.py", "parameter.copy_(before[name])", "pass",
+        "losses of the training, as checked",
+    ),
+    "nothing is recomputed, in eval mode": (
+        "ulysses_finetune --gradient-checkpointing", 2, "ulysses_finetune.py",
+        "return model.train()", "return model.eval()", "forwards of a layer",
+    ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", BUGS)
 def test_planted_bug(name, tmp_path, odd_llama):
     script, nproc, file, old, new, check = BUGS[name]
+    script, *flags = script.split()
     plant(tmp_path, file, old, new)
     args = [] if check == "golden" else arguments(script, odd_llama)
-    refused(tmp_path, script, nproc, args, check)
+    refused(tmp_path, script, nproc, args + flags, check)
 
 
 @pytest.mark.parametrize("script", launch.SCRIPTS)

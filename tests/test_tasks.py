@@ -15,8 +15,10 @@ QUICK = {
     "tp_llama": ["--repeats", 1],
     "dtensor_llama": ["--repeats", 1, "--new-tokens", 5],
     "kv_cache": ["--repeats", 1, "--new-tokens", 6],
+    "ulysses_forward": ["--repeats", 1, "--new-tokens", 6],
 }
-WHOLE_MODEL = "tp_llama", "dtensor_llama"  # what they compare has come through 5 layers
+WHOLE_MODEL = "tp_llama", "dtensor_llama", "ulysses_forward"
+DEEP = *WHOLE_MODEL, "ulysses_finetune"  # the gradients that they compare come through 5 layers
 README_RANKS = {"tp_mlp": 4}  # in the commands that the README shows; 2 for all others
 
 
@@ -53,7 +55,7 @@ def test_float32(script, nproc, tmp_path):
     passed(result, nproc)
     record, every = checks(path, nproc, "float32")
     for check in every:
-        layers = 5 if script in WHOLE_MODEL and "grad" in check["name"] else 1  # of tiny
+        layers = 5 if script in DEEP and "grad" in check["name"] else 1  # of tiny
         bound = 1.001e-5 * layers * max(1, check["max_abs_reference"])
         exempt = check["name"].startswith(("golden", "last loss"))
         assert check["tolerance"] <= bound or exempt, check
@@ -86,17 +88,19 @@ def test_odd_llama(script, nproc, tmp_path, odd_llama):
     """Sizes that divide by nothing, biases, an untied head, more ranks than KV heads."""
     path = tmp_path / "record.json"
     args = ["--model", odd_llama, "--dtype", "float64", *QUICK.get(script, []), "--json", path]
-    args += ["--batch-size", 3, "--seq-len", 23] if script in WHOLE_MODEL else []
+    args += ["--batch-size", 3, "--seq-len", 23] if script in DEEP else []
     file = launch.TASKS / f"{script}.py"
     result = launch.ranks(file, *args, nproc=nproc, folder=tmp_path, timeout=120)
     assert result.code == 0 and result.out.count("Tests passed") == nproc, result.tail()
     checks(path, nproc, "float64")
 
 
-@pytest.mark.parametrize("script", ["tp_attention", "tp_llama", "dtensor_llama", "kv_cache"])
+@pytest.mark.parametrize(
+    "script", ["tp_attention", "tp_llama", "dtensor_llama", "kv_cache", "ulysses_forward"]
+)
 def test_eight_ranks(script, tmp_path):
     """One query head a rank, and each of the 4 KV heads on two of them."""
-    args = QUICK[script]
+    args = QUICK.get(script, [])
     file = launch.TASKS / f"{script}.py"
     result = launch.ranks(file, *args, nproc=8, folder=tmp_path, timeout=200)
     assert result.code == 0 and result.out.count("Tests passed") == 8, result.tail()
@@ -184,9 +188,61 @@ if __name__ == "__main__":
 """
 
 
-def test_lifted_out_of_the_repo(tmp_path):
+LIFTED_ULYSSES = """
+import sys
+sys.path.insert(0, {tasks!r})
+import copy, torch
+import torch.distributed as dist
+from peft import PromptTuningConfig, get_peft_model
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from ulysses_forward import sequence_parallelize, sum_gradients
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    model = LlamaForCausalLM.from_pretrained({model!r}).float()
+    tokenizer = PreTrainedTokenizerFast.from_pretrained({model!r})
+    whole = copy.deepcopy(model)
+    sequence_parallelize(model, dist.group.WORLD)
+    for text in ("The", "A quick brown fox jumps over"):  # one of 1 token, too
+        ids = tokenizer(text, return_tensors="pt").input_ids
+        torch.testing.assert_close(model(ids).logits, whole(ids).logits, rtol=0, atol=1e-4)
+        torch.testing.assert_close(model(ids, return_dict=False)[0], model(ids).logits)
+    for more in ({{}}, {{"num_items_in_batch": 5}}):
+        losses = [m(ids, labels=ids, **more).loss for m in (model, whole)]
+        torch.testing.assert_close(*losses)
+    assert model(ids, labels=torch.full_like(ids, -100)).loss == 0  # nothing valid
+    tokenizer.padding_side, tokenizer.pad_token = "left", "."
+    batch = tokenizer(["A quick brown fox", "One day in July, a"], padding=True,
+                      return_tensors="pt", return_token_type_ids=False)
+    assert not batch["attention_mask"].all()
+    many = [m.generate(**batch, max_new_tokens=12, do_sample=False) for m in (model, whole)]
+    assert torch.equal(*many), many
+    try:
+        model(ids, past_key_values=whole(ids, use_cache=True).past_key_values)
+        raise AssertionError("took a cache")
+    except ValueError as error:
+        assert "past_key_values" in str(error)
+    losses, grads = [], []
+    for m in (model, whole):  # PEFT's own forward, on whole embeddings
+        torch.manual_seed(0)
+        m = get_peft_model(m, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5))
+        losses.append(m(input_ids=ids, labels=ids).loss)
+        losses[-1].backward()
+        prompt = [p for p in m.parameters() if p.requires_grad]
+        if m.get_base_model() is model:
+            sum_gradients(prompt, dist.group.WORLD)
+        grads.append(prompt[0].grad)
+    torch.testing.assert_close(*losses)
+    torch.testing.assert_close(*grads, rtol=0, atol=1e-5 * grads[1].abs().max().item())
+    dist.destroy_process_group()
+    print("lifted")
+"""
+
+
+@pytest.mark.parametrize("code", [LIFTED, LIFTED_ULYSSES], ids=["tp_llama", "ulysses_forward"])
+def test_lifted_out_of_the_repo(code, tmp_path):
     """What an engineer would do: shard an ordinary, loaded model, and use it as before."""
     model = str(launch.TASKS / "tiny_llama")
-    (tmp_path / "lifted.py").write_text(LIFTED.format(tasks=str(launch.TASKS), model=model))
+    (tmp_path / "lifted.py").write_text(code.format(tasks=str(launch.TASKS), model=model))
     result = launch.ranks(tmp_path / "lifted.py", nproc=2, folder=tmp_path)
     assert result.code == 0 and result.out.count("lifted") == 2, result.tail()

@@ -1,0 +1,400 @@
+"""Task 5: what is saved, and what becomes of a job that is killed, stopped, or fed nonsense."""
+
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import checkpoint
+import data
+import launch
+from loading import TINY, UserError
+from test_planted_bugs import plant
+
+SCRIPT = launch.TASKS / "ulysses_finetune.py"
+
+
+def finetune(folder, *args, nproc=1, script=SCRIPT):
+    """The script on the tiny model, without torchrun: its Result, and its record if it passed."""
+    path = folder / "record.json"
+    path.unlink(missing_ok=True)
+    args = ["--check-steps", 0, *args, "--json", path]
+    result = launch.ranks(script, *args, nproc=nproc, folder=folder)
+    return result, json.loads(path.read_text())["results"] if path.exists() else None
+
+
+@pytest.mark.parametrize("nproc", [2, 4])
+@pytest.mark.parametrize("peft", ["prompt", "lora", "none"])
+def test_float64(peft, nproc, tmp_path):
+    """Three ways to fine-tune, a batch of 3 of a prime length; with --seq-len 5, ranks of the
+    prompt's tokens alone, without any label."""
+    args = ["--dtype", "float64", "--peft", peft, "--batch-size", 3, "--check-steps", 3]
+    args += ["--seq-len", 5 if nproc == 4 else 37, "--num-sequences", 5]
+    args += ["--gradient-checkpointing"] if nproc == 4 else []
+    result, record = finetune(tmp_path, *args, nproc=nproc)
+    assert result.code == 0 and result.out.count("Tests passed") == nproc, result.tail()
+    assert len(record["losses"]) == 10 and record["losses"][9] < record["losses"][4], result.tail()
+
+
+def test_printed_lines(tmp_path):
+    """What the assignment prints, and a loss that goes down."""
+    result, record = finetune(tmp_path, "--steps", 12, nproc=2)
+    assert re.search(r"^Cropping input_ids.shape\[1\]=\d+ to 128 tokens$", result.out, re.M)
+    assert "\nParameters: 5120 trainable / 1768640 total\n" in result.out
+    losses = [float(x) for x in re.findall(r"^i=\d+  loss.item\(\)=([\d.]+)$", result.out, re.M)]
+    assert len(losses) == 12 and losses == sorted(losses, reverse=True), result.tail()
+    assert record["losses"] == pytest.approx(losses, abs=1e-4)
+
+
+PLAIN = """
+import sys, torch
+from safetensors.torch import load_file
+from transformers import LlamaForCausalLM
+from peft import PeftModel
+base, adapter, ids = sys.argv[1], sys.argv[2], torch.tensor([list(map(int, sys.argv[3].split()))])
+for kind in ("prompt", "lora"):
+    model = LlamaForCausalLM.from_pretrained(base).float()
+    model = PeftModel.from_pretrained(model, f"{adapter}/{kind}/adapter")
+    print(kind, model(input_ids=ids, labels=ids).loss.item())
+model = LlamaForCausalLM.from_pretrained(f"{adapter}/none/model").float()
+print("none", model(input_ids=ids, labels=ids).loss.item())
+"""
+
+
+def test_plain_peft_opens_what_was_saved(tmp_path):
+    """D9: without this repo, from the files alone, the loss that training ended at."""
+    for peft in ("prompt", "lora", "none"):
+        # The last step's loss is of the parameters before it, so a tiny step tells after from it.
+        args = ["--peft", peft, "--steps", 6, "--output-dir", tmp_path / peft]
+        result, _ = finetune(tmp_path, *args, nproc=2)
+        assert result.code == 0, result.tail()
+    text = data.own_text(128, 1337)[1]
+    from transformers import PreTrainedTokenizerFast
+
+    ids = PreTrainedTokenizerFast.from_pretrained(TINY)(text)["input_ids"][:128]
+    (tmp_path / "plain.py").write_text(PLAIN)
+    command = [sys.executable, "plain.py", TINY, tmp_path, " ".join(map(str, ids))]
+    opened = launch.run(command, cwd=tmp_path)
+    assert opened.code == 0, opened.tail()
+    plain = dict(re.findall(r"^(prompt|lora|none) ([\d.]+)$", opened.out, re.M))
+    for peft in ("prompt", "lora", "none"):
+        args = ["--peft", peft, "--steps", 7, "--output-dir", tmp_path / peft, "--resume"]
+        result, record = finetune(tmp_path, *args, nproc=1)  # its step 6 begins at what was saved
+        assert float(plain[peft]) == pytest.approx(record["losses"][6], rel=2e-6), result.tail()
+        assert "was on 2 ranks" in result.out
+    config = (tmp_path / "lora" / "adapter" / "adapter_config.json").read_text()
+    assert str(launch.ROOT) not in config and str(tmp_path) not in config
+
+
+# ---------------------------------------------------------------- killed and stopped
+
+
+LONG = ["--model", "random/small", "--num-layers", 2, "--seq-len", 500, "--num-sequences", 5]
+LONG += ["--peft", "lora", "--steps", 12, "--save-every", 2, "--check-steps", 0]
+
+
+def watched(command, act, log, timeout=150):
+    """Run a command, and act(process, output so far) again and again until that returns True."""
+    env = launch.environment("finetune", None)
+    with open(log, "w") as out:
+        process = subprocess.Popen([str(c) for c in command], env=env, stdout=out, stderr=out)
+    done, deadline = False, time.monotonic() + timeout
+    while process.poll() is None and time.monotonic() < deadline:
+        done = done or act(process, log.read_text())
+        time.sleep(0.02)
+    if process.poll() is None:
+        for member in launch.processes("finetune"):
+            member.kill()
+        process.wait()
+    return process.returncode, log.read_text()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """The output folder and the record of a run that nothing happens to."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    result, record = finetune(folder, *LONG, "--output-dir", folder / "out", nproc=2)
+    assert result.code == 0, result.tail()
+    return folder / "out", record
+
+
+def test_killed_ranks(undisturbed, tmp_path):
+    """A1, A2: SIGKILL of a rank, twice; the restarts end at the undisturbed run's bits."""
+    (folder, record), path = undisturbed, tmp_path / "record.json"
+    chance, state = random.Random(0), {"kills": 0, "seen": 0}
+
+    def act(process, out):
+        if "\ni=" not in out[state["seen"] :]:
+            return False
+        time.sleep(chance.uniform(0, 1.5))
+        ranks = [p for p in launch.processes("finetune") if "LOCAL_RANK" in p.environ()]
+        if len(ranks) == 2:
+            chance.choice(ranks).kill()
+            state["kills"] += 1
+            time.sleep(0.5)
+            state["seen"] = len((tmp_path / "log").read_text())
+        return state["kills"] == 2
+
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", 3]
+    command = [*launcher, "--nproc_per_node", 2, SCRIPT, *LONG, "--output-dir", tmp_path / "b"]
+    code, out = watched([*command, "--json", path], act, tmp_path / "log")
+    assert code == 0 and state["kills"] == 2, out[-3000:]
+    again = json.loads(path.read_text())["results"]
+    assert again["losses"] == record["losses"] and again["sha256"] == record["sha256"]
+    adapters = [out / "adapter" / "adapter_model.safetensors" for out in (folder, tmp_path / "b")]
+    assert adapters[0].read_bytes() == adapters[1].read_bytes()
+    assert sorted(p.name for p in (tmp_path / "b").glob("step-*")) == ["step-000010", "step-000012"]
+
+
+def test_interrupted(undisturbed, tmp_path):
+    """A8: Ctrl-C once: a checkpoint of that step, from which --resume comes to the same bits."""
+    _, record = undisturbed
+
+    def act(process, out):
+        if "\ni=2" in out:
+            process.send_signal(signal.SIGINT)
+            return True
+        return False
+
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command = [*launcher, "--nproc_per_node", 2, SCRIPT, *LONG, "--output-dir", tmp_path / "b"]
+    code, out = watched(command, act, tmp_path / "log")
+    assert code and "--resume continues" in out and "Tests passed" not in out, out[-3000:]
+    result, again = finetune(tmp_path, *LONG, "--output-dir", tmp_path / "b", "--resume", nproc=2)
+    assert result.code == 0 and "resumed after" in result.out, result.tail()
+    assert again["losses"] == record["losses"] and again["sha256"] == record["sha256"]
+
+
+# ---------------------------------------------------------------- damaged and other checkpoints
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """The output folder of a run of 4 steps with a checkpoint at 2 and at 4."""
+    folder = tmp_path_factory.mktemp("trained")
+    args = ["--steps", 4, "--save-every", 2, "--output-dir", folder / "out"]
+    result, _ = finetune(folder, *args)
+    assert result.code == 0, result.tail()
+    return folder / "out"
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 4
+    path.write_bytes(content)
+
+
+DAMAGE = {
+    "truncated": lambda d: os.truncate(d / checkpoint.STATE, 1000),
+    "a flipped bit": lambda d: flip(d / checkpoint.STATE),
+    "another loss": lambda d: flip(d / checkpoint.RECORD),
+    "no tensors": lambda d: (d / checkpoint.STATE).unlink(),
+    "no manifest": lambda d: (d / checkpoint.MANIFEST).unlink(),
+    "an empty manifest": lambda d: (d / checkpoint.MANIFEST).write_text(""),
+    "a manifest of something else": lambda d: (d / checkpoint.MANIFEST).write_text("[1]"),
+    "nothing in it": lambda d: [path.unlink() for path in d.iterdir()],
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damaged_checkpoint(name, trained, tmp_path):
+    """D3, D4: the one before is taken, with a warning; if all are damaged, an error lists them."""
+    folder = shutil.copytree(trained, tmp_path / "out")
+    assert len(checkpoint.load_checkpoint(folder)[1]["losses"]) == 4
+    DAMAGE[name](folder / "step-000004")
+    _, record, warnings = checkpoint.load_checkpoint(folder)
+    assert len(record["losses"]) == 2 and len(warnings) == 1 and "step-000004" in warnings[0]
+    DAMAGE[name](folder / "step-000002")
+    with pytest.raises(UserError, match=r"step-000004.*step-000002"):
+        checkpoint.load_checkpoint(folder)
+
+
+def test_resumed_past_a_damaged_checkpoint(trained, tmp_path):
+    """And training goes on from the one before to the same bits."""
+    folder = shutil.copytree(trained, tmp_path / "out")
+    flip(folder / "step-000004" / checkpoint.STATE)
+    args = ["--steps", 4, "--save-every", 2, "--output-dir", folder, "--resume"]
+    result, record = finetune(tmp_path, *args)
+    assert result.code == 0 and result.out.count("skipped a damaged checkpoint") == 1
+    assert "resumed after 2 steps" in result.out, result.tail()
+    whole = json.loads((trained / "step-000004" / checkpoint.RECORD).read_text())
+    assert record["losses"] == whole["losses"]
+    assert checkpoint.load_checkpoint(folder)[2] == []  # the damaged one has been replaced
+
+
+def test_killed_while_saving(trained, tmp_path, monkeypatch):
+    """A4, D2: what is half written, or does not fit on the disk, is never read."""
+    folder = shutil.copytree(trained, tmp_path / "out")
+    (folder / ".step-000006.part").mkdir()  # by a job that was killed
+    assert len(checkpoint.load_checkpoint(folder)[1]["losses"]) == 4
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "flush", full)
+    with pytest.raises(OSError, match="No space left"):
+        checkpoint.save_checkpoint(folder, 6, {"a": torch.ones(3)}, {"losses": []})
+    assert sorted(p.name for p in folder.glob("*step-*")) == ["step-000002", "step-000004"]
+
+
+def test_a_good_checkpoint_at_every_moment(tmp_path):
+    """D11: a watcher that reads again and again while others are saved and removed."""
+    checkpoint.save_checkpoint(tmp_path, 1, {"a": torch.ones(9)}, {"n": 1})
+    problems, stop = [], threading.Event()
+
+    def watch():
+        while not stop.is_set():
+            found = checkpoint.list_checkpoints(tmp_path)
+            if all(checkpoint.damage(path) for path in found) and not any(
+                checkpoint.damage(path) is None for path in checkpoint.list_checkpoints(tmp_path)
+            ):
+                problems.append(found)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    for step in range(2, 40):
+        checkpoint.save_checkpoint(tmp_path, step, {"a": torch.ones(9) * step}, {"n": step})
+    stop.set()
+    thread.join()
+    assert not problems and len(checkpoint.list_checkpoints(tmp_path)) == 2
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "named"),
+    [("--seed", 5, "--seed was 1337, is 5"), ("--lr", 0.01, "--lr was 0.001, is 0.01"),
+     ("--text", "other.txt", "text was"), ("--model", "random/small", "weights was")],
+)  # fmt: skip
+def test_checkpoint_of_another_run(flag, value, named, trained, tmp_path):
+    """D7: refused, with what differs; nothing there is touched."""
+    folder = shutil.copytree(trained, tmp_path / "out")
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    if flag == "--text":
+        value = tmp_path / value
+        value.write_text("One day a fox went to the market. " * 100)
+    args = ["--output-dir", folder, "--resume", flag, value, "--num-layers", 1]
+    result, _ = finetune(tmp_path, *(args if flag == "--model" else args[:-2]))
+    assert result.code == 2 and len(result.errors()) == 1, result.tail()
+    assert named in result.errors()[0] and "of another run" in result.errors()[0], result.tail()
+    assert before == {path: path.read_bytes() for path in before}
+
+
+# ---------------------------------------------------------------- bad input
+
+
+def test_not_a_number_on_one_rank(tmp_path):
+    """E1: all ranks stop before the optimizer; the line names the rank and the step."""
+    right = "        loss = shard_loss(model, batches(i), run.group)\n"
+    wrong = "        loss = loss * (float('nan') if i == 3 and run.rank == 1 else 1)\n"
+    plant(tmp_path, "ulysses_finetune.py", right, right + wrong)
+    args = ["--output-dir", tmp_path / "out", "--save-every", 2]
+    result, _ = finetune(tmp_path, *args, nproc=2, script=tmp_path / "ulysses_finetune.py")
+    assert result.code == 2 and len(result.errors()) == 1, result.tail()
+    assert "step 3: the loss on rank 1 is nan" in result.errors()[0]
+    assert "i=2" in result.out and "i=3" not in result.out
+    tensors, _, _ = checkpoint.load_checkpoint(tmp_path / "out")
+    assert all(tensor.isfinite().all() for tensor in tensors.values())
+
+
+def test_not_a_number_in_a_gradient(tmp_path):
+    plant(tmp_path, "ulysses_finetune.py", "sum_gradients(parameters.values(), run.group)",
+          "sum_gradients(parameters.values(), run.group)\n"
+          "        next(iter(parameters.values())).grad *= float('inf') ** (i == 1)")  # fmt: skip
+    result, _ = finetune(tmp_path, nproc=2, script=tmp_path / "ulysses_finetune.py")
+    assert result.code == 2 and len(result.errors()) == 1, result.tail()
+    assert "step 1: prompt_encoder.default.embedding.weight is" in result.errors()[0]
+
+
+def own_folder(folder, **kind):
+    (folder / "f").touch()
+    (folder / "out" / "step-000002").mkdir(parents=True)
+    return folder
+
+
+BAD_FLAGS = {
+    # name: (flags, in which {} is a folder; what the message says)
+    "the output folder is a file": (["--output-dir", "{}/f"], "cannot be written"),
+    "the output folder's parent is missing": (["--output-dir", "{}/no/out"], "cannot be written"),
+    "checkpoints are in the way": (["--output-dir", "{}/out"], "add --resume"),
+    "nothing to resume from": (["--resume"], "--resume needs --output-dir"),
+    "text is missing": (["--text", "{}/none.txt"], "cannot be read"),
+    "text is a folder": (["--text", "{}"], "a directory"),
+    "text is empty": (["--text", "{}/f"], "no text in it"),
+    "text is too short": (["--seq-len", 10, "--text", "{}/short.txt"], "but 10 are needed"),
+    "sequence of one token": (["--peft", "lora", "--seq-len", 1], "too short"),
+    "no learning rate": (["--lr", 0], "must be above 0"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FLAGS)
+def test_bad_flags(name, tmp_path):
+    own_folder(tmp_path)
+    (tmp_path / "short.txt").write_text("A fox.")
+    flags, message = BAD_FLAGS[name]
+    result, _ = finetune(tmp_path, *(str(flag).format(tmp_path) for flag in flags))
+    assert result.code == 2 and len(result.errors()) == 1, result.tail()
+    assert message in result.errors()[0] and "Traceback" not in result.err, result.tail()
+
+
+def test_two_runs_in_one_folder(tmp_path):
+    """A14: the second is refused while the first is at work."""
+    from filelock import FileLock
+
+    with FileLock(tmp_path / ".lock"):
+        result, _ = finetune(tmp_path, "--output-dir", tmp_path)
+    assert result.code == 2 and "another run is writing there" in result.errors()[0], result.tail()
+
+
+def test_longer_than_the_model_was_made_for(tmp_path, odd_llama):
+    """B12: said, and done; so is training on bytes where there is no tokenizer."""
+    args = ["--model", odd_llama, "--seq-len", 310, "--steps", 1]
+    result, _ = finetune(tmp_path, *args, nproc=2)
+    assert result.code == 0 and "was made for 300" in result.out, result.tail()
+    assert "its bytes are the tokens" in result.out
+
+
+def test_text_as_files_have_it():
+    """C3, C4: a byte-order mark, CRLF, NULs and a Gutenberg licence change nothing."""
+    clean = "Stately, plump Buck Mulligan\n\ncame from the stairhead"
+    book = "*** START OF THE PROJECT GUTENBERG EBOOK ULYSSES ***\n" + clean
+    book = f"Licence\n{book}\n*** END OF THE PROJECT GUTENBERG EBOOK ULYSSES ***\nmore licence"
+    for text in (clean, "\ufeff" + clean, clean.replace("\n", "\r\n"), clean + "\0", book):
+        assert data.decode(text.encode(), "x") == clean
+    with pytest.raises(UserError, match="not UTF-8: byte 0xe9 at offset 3"):
+        data.decode("caf\xe9 noir".encode("latin-1"), "x")
+    with pytest.raises(UserError, match="UTF-16"):
+        data.decode("text".encode("utf-16"), "x")
+
+
+def test_fetched_once(tmp_path, monkeypatch):
+    """A URL is fetched once, then read from the cache; out of reach, the default falls back."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    served = tmp_path / "book.txt"
+    served.write_text("a book " * 10)
+    urls = []
+
+    def urlopen(url, timeout):
+        urls.append(url)
+        if len(urls) > 1:
+            raise OSError("no network")
+        return open(served, "rb")
+
+    monkeypatch.setattr(data.urllib.request, "urlopen", urlopen)
+    source = SimpleNamespace(directory=tmp_path)  # not the tiny model's
+    for _ in range(2):
+        assert data.find_text("http://x/book.txt", source, 5, 0)[1].startswith("a book")
+    assert urls == ["http://x/book.txt"]
+    name, text = data.find_text(None, source, 5, 0)
+    assert "out of reach" in name and len(text) >= 100_000 and urls[1] == data.ULYSSES
+    with pytest.raises(UserError, match="not fetched"):
+        data.find_text("http://x/other.txt", source, 5, 0)
