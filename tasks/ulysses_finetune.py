@@ -319,12 +319,20 @@ def main():
     add("--steps", type=positive, default=10, help="of Adam; default 10")
     add("--lr", type=rate, help="Adam's learning rate; default "
         + ", ".join(f"{lr:g} ({peft})" for peft, lr in LR.items()))  # fmt: skip
-    add("--gradient-checkpointing", action="store_true", help="recompute layers in the backward")
+    add(
+        "--gradient-checkpointing",
+        action="store_true",
+        help="recompute layers in the backward, to save memory; default no",
+    )
     add("--check-steps", type=natural, default=3, help="steps to compare with a single-rank run; "
         "0 saves its time and memory; default 3")  # fmt: skip
     add("--output-dir", type=Path, help="for the result and the checkpoints; default none")
     add("--save-every", type=positive, default=10, help="steps between checkpoints; default 10")
-    add("--resume", action="store_true", help="go on from the newest checkpoint in --output-dir")
+    add(
+        "--resume",
+        action="store_true",
+        help="go on from the newest checkpoint in --output-dir; default no",
+    )
     args = parser.parse_args()
     args.lr = args.lr or LR[args.peft]
     args.num_sequences = args.num_sequences or args.batch_size

@@ -236,11 +236,22 @@ def sequence_parallelize(model, group):
     return model
 
 
-def sum_gradients(tensors, group):
-    """The one sum over ranks that Ulysses needs: of the gradients of all that is replicated."""
-    for tensor in tensors:
-        if tensor.grad is not None:
-            dist.all_reduce(tensor.grad, group=group)
+def sum_gradients(tensors, group, bucket_bytes=2**25):
+    """The one sum over ranks that Ulysses needs: of the gradients of all that is replicated.
+
+    In place. Small ones travel together, up to `bucket_bytes`: few messages, and little copied.
+    """
+    bucket = []
+    for grad in [*(t.grad for t in tensors if t.grad is not None), None]:
+        full = grad is None or sum(g.nbytes for g in bucket) + grad.nbytes > bucket_bytes
+        if bucket and (full or grad.dtype != bucket[0].dtype):
+            flat = torch.cat([g.flatten() for g in bucket]) if len(bucket) > 1 else bucket[0]
+            dist.all_reduce(flat, group=group)
+            if len(bucket) > 1:
+                for g, piece in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
+                    g.copy_(piece.view_as(g))
+            bucket = []
+        bucket.append(grad)
 
 
 # ---------------------------------------------------------------- what is shown with it

@@ -346,12 +346,12 @@ BUGS = {
         "length, self.group)", "generated tokens",
     ),
     "no sum of gradients": (
-        "ulysses_forward", 2, "ulysses_forward.py", "dist.all_reduce(tensor.grad, group=group)",
+        "ulysses_forward", 2, "ulysses_forward.py", "dist.all_reduce(flat, group=group)",
         "pass", "grad",
     ),
     "gradients are averaged": (
-        "ulysses_forward", 3, "ulysses_forward.py", "dist.all_reduce(tensor.grad, group=group)",
-        "dist.all_reduce(tensor.grad.div_(group.size()), group=group)", "grad",
+        "ulysses_forward", 3, "ulysses_forward.py", "dist.all_reduce(flat, group=group)",
+        "dist.all_reduce(flat.div_(group.size()), group=group)", "grad",
     ),
     "the split sequence's labels are shifted twice": (
         "ulysses_forward", 2, "ulysses_forward.py", "(labels, (0, 1), value=-100)[:, 1:]",
@@ -389,8 +389,8 @@ BUGS = {
         "/ (targets[:, first:stop] != -100).sum() / group.size()", "losses",
     ),
     "the adapter's gradients are averaged": (
-        "ulysses_finetune", 3, "ulysses_forward.py", "dist.all_reduce(tensor.grad, group=group)",
-        "dist.all_reduce(tensor.grad.div_(group.size()), group=group)", "grad, 3 steps",
+        "ulysses_finetune", 3, "ulysses_forward.py", "dist.all_reduce(flat, group=group)",
+        "dist.all_reduce(flat.div_(group.size()), group=group)", "grad, 3 steps",
     ),
     "another learning rate": (
         "ulysses_finetune", 2, "ulysses_finetune.py", "trained(model).values(), run.args.lr",
