@@ -136,7 +136,8 @@ def train(run, model, optimizer, batches, losses, save):
             save()
         if interrupted:
             bar.close()
-            run.say(f"interrupted after {len(losses)} steps; --resume continues")
+            how = "--resume continues" if run.args.output_dir else "nothing saved: no --output-dir"
+            run.say(f"interrupted after {len(losses)} steps; {how}")
             run.exit(130)
     bar.close()
     return seconds

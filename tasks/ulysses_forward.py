@@ -90,6 +90,7 @@ def ulysses_attention(module, query, key, value, attention_mask, **kwargs):
     tokens come first, so that the pieces received are the sequence, one after the other.
     attention_mask: see `sequence_mask`. Returns the output and None, as Hugging Face wants it.
     """
+    assert attention_mask is not None, "model.model takes a sequence_mask beside a rank's tokens"
     group, heads = module.group, module.heads
     ranks, rank = range(group.size()), group.rank()
     B, _, mine, D = query.shape

@@ -118,11 +118,12 @@ def rank_main(path, args, env, log):
     runpy.run_path(str(path), run_name="__main__")
 
 
-def ranks(path, *args, nproc, folder, timeout=60):
+def ranks(path, *args, nproc, folder, timeout=60, torchrun=True):
     """A script's ranks without torchrun, forked from a process with all imports done.
 
-    Saves the seconds that every start costs, where a test needs many jobs. Ends like torchrun:
-    when one rank fails, the others are killed. Returns a Result with the worst exit code.
+    torchrun: whether they see what torchrun would set; else it is as after plain `python`. Saves
+    the seconds that every start costs, where a test needs many jobs. Ends like torchrun: when one
+    rank fails, the others are killed. Returns a Result with the worst exit code.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "transformers.models.llama.modeling_llama", "peft"])
@@ -133,7 +134,8 @@ def ranks(path, *args, nproc, folder, timeout=60):
     for rank in range(nproc):
         env = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc}
         env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        env = environment(job, {name: str(value) for name, value in env.items()})
+        env = {name: str(value) for name, value in env.items()} if torchrun else {}
+        env = environment(job, env)
         log = folder / f"rank{rank}"
         workers.append(context.Process(target=rank_main, args=(path, args, env, log)))
         workers[-1].start()
