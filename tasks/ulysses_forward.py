@@ -240,7 +240,8 @@ def sequence_parallelize(model, group):
 def sum_gradients(tensors, group, bucket_bytes=2**25):
     """The one sum over ranks that Ulysses needs: of the gradients of all that is replicated.
 
-    In place. Small ones travel together, up to `bucket_bytes`: few messages, and little copied.
+    In place; once, after the last backward before the optimizer. Small ones travel together, up to
+    `bucket_bytes`: few messages, and little copied.
     """
     bucket = []
     for grad in [*(t.grad for t in tensors if t.grad is not None), None]:

@@ -1,0 +1,50 @@
+"""How long a step of Task 4 takes, and how much memory, beside one process with as many threads.
+
+    OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 2 figures/ulysses_speed.py \\
+        --model random/llama-3.2-1b-32k --num-layers 4 --batch-size 1 --seq-len 4096
+
+As `tasks/ulysses_forward.py` does at the end, but after a check of the loss only: at this length
+the other checks would take longer than the measurement, and more memory.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tasks"))
+
+from model_checks import measure_memory, measure_time
+from ulysses_forward import sequence_parallelize, sum_gradients
+from utils import add_model_flags, make_parser, start
+
+
+def main():
+    parser = make_parser(__doc__)
+    add_model_flags(parser)
+    args = parser.parse_args()
+    with start(args) as run:
+
+        def parallelize(model):
+            sequence_parallelize(model, run.group)
+
+        def reduce(tensors):
+            sum_gradients(tensors, run.group)
+
+        source, place = run.source, (run.dtype, run.device)
+        reference = source.load_model(*place) if run.rank == 0 else None
+        parallel = source.load_model(*place, parallelize)
+        shape = args.batch_size, args.seq_len
+        ids = run.from_rank0(torch.randint(source.config.vocab_size, shape))
+        with torch.no_grad():
+            loss = parallel(ids, labels=ids).loss
+            references = run.references(reference)
+            expected = run.expect(lambda model: [model(ids, labels=ids).loss], references)
+        run.check("loss", [(loss, *expected[0])])
+        measure_time(run, reference, parallel, ids, reduce)
+        del reference, parallel, references
+        measure_memory(run, source, parallelize, ids, reduce)
+
+
+if __name__ == "__main__":
+    main()
