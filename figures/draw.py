@@ -55,6 +55,7 @@ def draw_tp_speed(data, path):
                 label=run["technique"] if place == len(ranks) - 1 else None,
             )  # fmt: skip
             axis.plot([x - 0.13, x + 0.13], [alone, alone], color="black", linewidth=2)
+        axis.set_xlim(-0.55, len(ranks) - 0.45)
         axis.set_xticks(range(len(ranks)), [str(rank) for rank in ranks])
         axis.set_xlabel("ranks")
         axis.set_ylabel("seconds")

@@ -262,8 +262,13 @@ def check_training(run, model, batches):
         kinds.setdefault(re.sub(r"layers\.\d+\.", "layers.*.", name), []).append(at)
     for kind, members in kinds.items():
         grads = [[1 + step * count + at for step in range(steps)] for at in members]
-        pairs = [(actual[i], *expected[i]) for of_one in grads for i in of_one]
-        run.check(f"{kind} grad, {steps} steps", pairs, layers=layers)
+        first, later = (
+            [(actual[i], *expected[i]) for of_one in grads for i in of_one[part]]
+            for part in (slice(1), slice(1, None))
+        )
+        run.check(f"{kind} grad", first, layers=layers)
+        if later:  # they are of parameters after Adam's steps, which amplify rounding, see below
+            run.check(f"{kind} grad, later steps", later, layers=10 * layers)
         pairs, bound = [], None
         for of_one, at in zip(grads, members, strict=True):
             after = 1 + steps * count + at
