@@ -28,12 +28,13 @@ from sharding import UserError, all_gather
 STATE, RECORD, MANIFEST = "state.safetensors", "record.json", "manifest.json"
 
 
-def open_folder(run, folder, resumes):
+def open_folder(run, folder, resumes, result):
     """Claim an output folder for this job, before any work. Returns whether to resume.
 
-    folder: a Path, or None for no output. torchrun's restarts resume without being asked. Raises
-    UserError, on all ranks, where it cannot be written, another job writes there, or checkpoints
-    are there that nobody asked to go on from.
+    folder: a Path, or None for no output. result: the name of what will be written there at the
+    end. torchrun's restarts resume without being asked. Raises UserError, on all ranks, where it
+    cannot be written, another job writes there, checkpoints are there that nobody asked to go on
+    from, or a result that is not of such checkpoints.
     """
     again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
 
@@ -54,6 +55,11 @@ def open_folder(run, folder, resumes):
         if list_checkpoints(folder) and not (resumes or again):
             raise UserError(f"--output-dir {folder} has checkpoints: add --resume to go on from "
                             "them, or name another folder")  # fmt: skip
+        of_model = run.source.directory and run.source.directory.resolve()
+        own = list_checkpoints(folder) and (folder / result).resolve() != of_model
+        if (folder / result).exists() and not own:
+            raise UserError(f"--output-dir {folder} has a {result} already, not of a run that can "
+                            "be resumed: name another folder")  # fmt: skip
         clean(folder)
 
     run.together(claim)
@@ -80,7 +86,8 @@ def save(run, parameters, optimizer, losses, same):
     try:
         save_checkpoint(run.args.output_dir, len(losses), tensors, record)
     except OSError as error:
-        free = shutil.disk_usage(run.args.output_dir).free
+        folder = run.args.output_dir
+        free = shutil.disk_usage(folder).free if folder.exists() else 0
         needed = sum(tensor.nbytes for tensor in tensors.values())
         run.say(f"note: no checkpoint at step {len(losses)}: {error} ({needed} bytes needed, "
                 f"{free} free)")  # fmt: skip
@@ -127,6 +134,8 @@ def resume(run, parameters, optimizer, same):
     else:
         run.say(f"note: it was on {record['world_size']} ranks: random numbers start anew")
     run.say(f"resumed after {len(record['losses'])} steps")
+    if len(record["losses"]) > run.args.steps:
+        run.say(f"note: that is more than --steps {run.args.steps}: nothing is left to train")
     return record["losses"]
 
 
@@ -156,7 +165,9 @@ def fingerprint(tensors):
 
 
 def save_checkpoint(folder, step, tensors, record, keep=2):
-    """Write folder/step-N, then remove all but the newest `keep`. By one rank alone.
+    """Write folder/step-N, then remove all but `keep`, this one and those before it. By one rank.
+
+    Any of a later step go too: they were damaged, or this one would not have been trained.
 
     tensors: {name: tensor}; record: what JSON can hold. Raises OSError, say of a full disk, and
     leaves the older ones as they were.
@@ -170,8 +181,8 @@ def save_checkpoint(folder, step, tensors, record, keep=2):
             {name: t.detach().cpu().contiguous() for name, t in tensors.items()}, part / STATE
         )
         (part / RECORD).write_text(json.dumps(record))
-        hashes = {name: digest(part / name) for name in (STATE, RECORD)}
-        (part / MANIFEST).write_text(json.dumps(hashes))
+        manifest = {name: digest(part / name) for name in (STATE, RECORD)} | {"step": step}
+        (part / MANIFEST).write_text(json.dumps(manifest))
         for path in (*part.iterdir(), part):
             flush(path)
     except Exception as error:
@@ -180,8 +191,10 @@ def save_checkpoint(folder, step, tensors, record, keep=2):
             raise OSError(str(error)) from error
         raise
     swap(part, final)
-    for old in list_checkpoints(folder)[keep:]:
-        shutil.rmtree(old, ignore_errors=True)
+    found = list_checkpoints(folder)
+    place = found.index(final)
+    for other in found[:place] + found[place + keep :]:
+        shutil.rmtree(other, ignore_errors=True)
 
 
 def load_checkpoint(folder):
@@ -205,7 +218,11 @@ def load_checkpoint(folder):
 def list_checkpoints(folder):
     """The checkpoints of a folder, newest first."""
     paths = [path for path in folder.glob("step-*") if re.fullmatch(r"step-\d{6,}", path.name)]
-    return sorted(paths, key=lambda path: int(path.name[5:]), reverse=True)
+    return sorted(paths, key=step_of, reverse=True)
+
+
+def step_of(path):
+    return int(path.name.removeprefix("step-"))
 
 
 def damage(path):
@@ -215,6 +232,8 @@ def damage(path):
         for name in (STATE, RECORD):
             if digest(path / name) != manifest[name]:
                 return f"{name} is not what was written"
+        if manifest["step"] != step_of(path):
+            return f"it is of step {manifest['step']}"
     except OSError as error:
         return f"{Path(error.filename or path).name}: {error.strerror}"
     except (ValueError, KeyError, TypeError):
@@ -253,6 +272,7 @@ def swap(part, final):
 
 
 def clean(folder):
-    """Remove what a killed job left half written."""
-    for path in [*folder.glob(".*.part"), *folder.glob(".*.part.old")]:
-        shutil.rmtree(path, ignore_errors=True)
+    """Remove what a killed job left half written: our own, by their names."""
+    for path in folder.iterdir():
+        if re.fullmatch(r"\.(step-\d{6,}|result-\w+)\.part|\.[\w-]+\.part\.old", path.name):
+            shutil.rmtree(path, ignore_errors=True)

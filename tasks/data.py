@@ -1,6 +1,7 @@
 """The text that a task trains on: a file, a URL that is fetched once, or the project's own."""
 
 import hashlib
+import http.client
 import os
 import re
 import sys
@@ -45,6 +46,7 @@ def load_tokens(run, where, tokenizer, needed):
 
     found = run.together(load)
     name, ids = found or (None, None)
+    name = name and str(name).encode(errors="backslashreplace").decode()
     kind = "" if tokenizer else "; no tokenizer: its bytes are the tokens"
     run.say(f"text: {name}{kind}")
     return run.from_rank0(ids)
@@ -53,13 +55,13 @@ def load_tokens(run, where, tokenizer, needed):
 def find_text(where, source, needed, seed):
     """The text, and what to call it."""
     if where is not None and not is_url(where):
-        return where, decode(read_file(Path(where).expanduser()), where)
+        return where, decode(read_file(where), where)
     if where is None and (source.directory in (None, TINY)):
         return own_text(needed, seed)
     url = where or ULYSSES
     try:
         return url, decode(fetch(url), url)
-    except (OSError, ValueError) as error:  # URLError is an OSError, and so is a timeout
+    except (OSError, ValueError, http.client.HTTPException) as error:  # URLError is an OSError
         if where:
             raise UserError(f"--text {url}: not fetched ({error}); give a file") from None
         name, text = own_text(needed, seed)
@@ -68,6 +70,8 @@ def find_text(where, source, needed, seed):
 
 def own_text(needed, seed):
     """Stories that the project writes, enough of them; a token has fewer than 8 characters."""
+    if needed > 10**8:
+        raise UserError(f"{needed} tokens are more than the project writes: give a --text")
     sys.path.insert(0, str(TINY))
     from corpus import text
 
@@ -81,10 +85,10 @@ def is_url(where):
 
 def read_file(path):
     try:
-        return path.read_bytes()
+        return Path(path).expanduser().read_bytes()
     except IsADirectoryError:
         raise UserError(f"--text {path}: a directory, not a text file") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError) as error:  # a RuntimeError: no such ~user
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"--text {path}: cannot be read ({reason})") from None
 

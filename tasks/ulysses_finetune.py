@@ -25,6 +25,7 @@ on to the same bits, by itself under `torchrun --max-restarts`.
 
 import argparse
 import copy
+import hashlib
 import math
 import re
 import statistics
@@ -136,7 +137,11 @@ def train(run, model, optimizer, batches, losses, save):
             save()
         if interrupted:
             bar.close()
-            how = "--resume continues" if run.args.output_dir else "nothing saved: no --output-dir"
+            how = (
+                "--resume goes on from the newest checkpoint"
+                if run.args.output_dir
+                else "nothing saved: no --output-dir"
+            )
             run.say(f"interrupted after {len(losses)} steps; {how}")
             run.exit(130)
     bar.close()
@@ -182,10 +187,9 @@ def make_optimizer(run, model):
     return torch.optim.Adam(trained(model).values(), run.args.lr)
 
 
-def save_result(run, model):
+def save_result(run, model, final):
     """Write --output-dir/adapter, or model, as PEFT and transformers have them; by rank 0."""
-    folder = run.args.output_dir
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".", suffix=".part") as part:
+    with tempfile.TemporaryDirectory(dir=final.parent, prefix=".result-", suffix=".part") as part:
         part = Path(part) / "result"
         if run.args.peft != "none":
             model.save_pretrained(part, save_embedding_layers=False)
@@ -197,7 +201,6 @@ def save_result(run, model):
             save_file(tensors, part / "model.safetensors", {"format": "pt"})
         for file in part.iterdir():
             file.chmod(0o644)  # safetensors lets nobody else read it
-        final = folder / ("model" if run.args.peft == "none" else "adapter")
         swap(part, final)
     print(f"saved {final}", flush=True)
 
@@ -304,8 +307,8 @@ def check_replicas(run, parameters, when):
 def rate(text):
     """argparse type: a learning rate."""
     value = float(text)
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"must be above 0, not {text}")
+    if not 0 < value < 1e6:
+        raise argparse.ArgumentTypeError(f"must be above 0, and no more than a million, not {text}")
     return value
 
 
@@ -352,12 +355,15 @@ def main():
 def finetune(run):
     """All that the script does."""
     args, config = run.args, run.source.config
-    resumes = open_folder(run, args.output_dir, args.resume)
+    result = "model" if args.peft == "none" else "adapter"
+    resumes = open_folder(run, args.output_dir, args.resume, result)
     needed = args.num_sequences * args.seq_len
     ids = load_tokens(run, args.text, run.together(run.source.tokenizer), needed)
     run.say(f"Cropping input_ids.shape[1]={ids.shape[1]} to {needed} tokens")
     ids = ids[:, :needed].view(args.num_sequences, args.seq_len)
     length = args.seq_len + (args.num_virtual_tokens if args.peft == "prompt" else 0)
+    if args.num_virtual_tokens > 2**20:
+        raise UserError(f"--num-virtual-tokens {args.num_virtual_tokens}: at most {2**20}")
     if length < max(2, run.world_size):
         raise UserError(f"--seq-len {args.seq_len}: too short, each rank needs a token and the "
                         "loss a next one")  # fmt: skip
@@ -379,6 +385,9 @@ def finetune(run):
     flags = ("peft", "num_virtual_tokens", "lora_rank", "seq_len", "batch_size", "num_sequences",
              "lr", "dtype", "seed")  # fmt: skip
     same = {"weights": fingerprint(sample), "text": fingerprint([ids])}
+    settings = config.to_dict() | {"transformers_version": ""}
+    settings = repr(sorted(settings.items()))
+    same["config"] = hashlib.sha256(settings.encode()).hexdigest()
     same |= {f"--{name.replace('_', '-')}": getattr(args, name) for name in flags}
     count = sum(p.numel() for p in parameters.values())
     total = sum(p.numel() for p in model.parameters())
@@ -407,8 +416,16 @@ def finetune(run):
                 + ", ".join(f"{peak / 2**20:.0f}" for peak in peaks))  # fmt: skip
     run.results |= {"losses": losses, "sha256": digest, "step_s": seconds,
                     "peak_memory_bytes": peaks}  # fmt: skip
-    if args.output_dir and run.rank == 0:
-        save_result(run, model)
+    if args.output_dir:
+
+        def save_once():
+            try:
+                return run.rank or save_result(run, model, args.output_dir / result)
+            except Exception as error:  # PEFT's and safetensors' own, too
+                message = f"--output-dir {args.output_dir}: the {result} was not saved ({error}); "
+                raise UserError(message + "--resume with the same --steps would") from None
+
+        run.together(save_once)
 
 
 if __name__ == "__main__":

@@ -152,10 +152,16 @@ class SequenceParallelLlama(LlamaForCausalLM):
         `output.logits` is this rank's (B, S/P, V), and the loss, a sum over all ranks' tokens
         divided by the number of all valid labels, is the same on every rank.
         """
-        unsupported = {"logits_to_keep", "num_logits_to_keep", "output_attentions", "shift_labels"}
-        named = [name for name in unsupported if kwargs.get(name) is not None and kwargs.pop(name)]
-        if named or past_key_values is not None:
-            raise ValueError(f"not under sequence parallelism: {named or 'past_key_values'}")
+        for name in ("logits_to_keep", "num_logits_to_keep", "output_attentions", "shift_labels"):
+            value = kwargs.pop(name, None)
+            if torch.is_tensor(value) or value:
+                raise ValueError(f"{name}: not under sequence parallelism")
+        if past_key_values is not None:
+            raise ValueError("past_key_values: there is no KV cache under sequence parallelism")
+        if attention_mask is not None and attention_mask.dim() != 2:
+            raise ValueError("attention_mask must be (B, S)")
+        if attention_mask is None and position_ids is not None and (position_ids.diff() != 1).any():
+            raise ValueError("position_ids that jump are packed sequences, which are not supported")
         ids = input_ids if inputs_embeds is None else inputs_embeds
         rank, ranks, S = self.group.rank(), self.group.size(), ids.shape[1]
         length = max(S, ranks)  # each rank needs a token; what is added on the right, nobody sees
@@ -247,9 +253,10 @@ def sum_gradients(tensors, group, bucket_bytes=2**25):
     for grad in [*(t.grad for t in tensors if t.grad is not None), None]:
         full = grad is None or sum(g.nbytes for g in bucket) + grad.nbytes > bucket_bytes
         if bucket and (full or grad.dtype != bucket[0].dtype):
-            flat = torch.cat([g.flatten() for g in bucket]) if len(bucket) > 1 else bucket[0]
+            alone = len(bucket) == 1 and bucket[0].is_contiguous()
+            flat = bucket[0] if alone else torch.cat([g.flatten() for g in bucket])
             dist.all_reduce(flat, group=group)
-            if len(bucket) > 1:
+            if not alone:
                 for g, piece in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
                     g.copy_(piece.view_as(g))
             bucket = []

@@ -345,10 +345,13 @@ class Run(Comparison):
             "checks": self.checks, "results": self.results,
         }  # fmt: skip
         path = path.resolve()
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as part:
-            part.write(json.dumps(record, indent=1) + "\n")
-        os.chmod(part.name, 0o644)
-        os.replace(part.name, path)
+        part = path.with_name(f".{path.name}.{os.getpid()}.part")
+        try:
+            part.write_text(json.dumps(record, indent=1) + "\n")
+            part.replace(path)
+        except OSError as error:
+            part.unlink(missing_ok=True)
+            fail(f"--json {path}: cannot be written there ({error.strerror})", patient=False)
 
 
 def brief(tensor):

@@ -168,7 +168,7 @@ def test_interrupted(undisturbed, tmp_path):
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command = [*launcher, "--nproc_per_node", 2, SCRIPT, *LONG, "--output-dir", tmp_path / "b"]
     code, out = watched(command, act, tmp_path / "log")
-    assert code and "--resume continues" in out and "Tests passed" not in out, out[-3000:]
+    assert code and "--resume goes on" in out and "Tests passed" not in out, out[-3000:]
     result, again = finetune(tmp_path, *LONG, "--output-dir", tmp_path / "b", "--resume", nproc=2)
     assert result.code == 0 and "resumed after" in result.out, result.tail()
     assert again["losses"] == record["losses"] and again["sha256"] == record["sha256"]
@@ -229,6 +229,37 @@ def test_resumed_past_a_damaged_checkpoint(trained, tmp_path):
     whole = json.loads((trained / "step-000004" / checkpoint.RECORD).read_text())
     assert record["losses"] == whole["losses"]
     assert checkpoint.load_checkpoint(folder)[2] == []  # the damaged one has been replaced
+
+
+def test_damaged_checkpoints_of_later_steps(trained, tmp_path):
+    """What is saved next is kept, with the good one before it; the damaged ones go."""
+    folder = shutil.copytree(trained, tmp_path / "out")
+    for name in ("step-000098", "step-000099"):
+        shutil.copytree(folder / "step-000004", folder / name)
+    assert "of step 4" in checkpoint.damage(folder / "step-000099")
+    args = ["--steps", 6, "--save-every", 1, "--output-dir", folder, "--resume"]
+    result, _ = finetune(tmp_path, *args)
+    assert result.code == 0 and "resumed after 4 steps" in result.out, result.tail()
+    assert sorted(p.name for p in folder.glob("step-*")) == ["step-000005", "step-000006"]
+    result, _ = finetune(tmp_path, *args[2:], "--steps", 2)
+    assert result.code == 0 and "more than --steps 2" in result.out, result.tail()
+
+
+def test_result_cannot_be_saved(tmp_path):
+    """One line, on all ranks; the checkpoint is there to resume from."""
+    right = "        swap(part, final)\n    print"
+    plant(
+        tmp_path, "ulysses_finetune.py", right, "        raise OSError(28, 'No space')\n    print"
+    )
+    out = tmp_path / "out"
+    script = tmp_path / "ulysses_finetune.py"
+    result, _ = finetune(tmp_path, "--output-dir", out, nproc=2, script=script)
+    assert result.code == 2 and len(result.errors()) == 1, result.tail()
+    assert "the adapter was not saved" in result.errors()[0] and "Traceback" not in result.err
+    assert sorted(p.name for p in out.iterdir()) == [".lock", "step-000010"]
+    (out / ".user.part").mkdir()  # not ours
+    result, _ = finetune(tmp_path, "--output-dir", out, "--resume")
+    assert result.code == 0 and (out / "adapter").is_dir() and (out / ".user.part").is_dir()
 
 
 def test_killed_while_saving(trained, tmp_path, monkeypatch):
@@ -316,6 +347,8 @@ def test_not_a_number_in_a_gradient(tmp_path):
 def own_folder(folder, **kind):
     (folder / "f").touch()
     (folder / "out" / "step-000002").mkdir(parents=True)
+    for result in ("adapter", "model"):
+        (folder / "mine" / result).mkdir(parents=True)
     return folder
 
 
@@ -324,6 +357,14 @@ BAD_FLAGS = {
     "the output folder is a file": (["--output-dir", "{}/f"], "cannot be written"),
     "the output folder's parent is missing": (["--output-dir", "{}/no/out"], "cannot be written"),
     "checkpoints are in the way": (["--output-dir", "{}/out"], "add --resume"),
+    "an adapter is there already": (
+        ["--output-dir", "{}/mine", "--resume"],
+        "has a adapter",
+    ),
+    "a model is there already": (["--peft", "none", "--output-dir", "{}/mine"], "has a model"),
+    "a home that is not there": (["--text", "~nobody-here/x"], "cannot be read"),
+    "too many virtual tokens": (["--num-virtual-tokens", 10**10], "at most 1048576"),
+    "an absurd rate": (["--lr", "1e39"], "no more than a million"),
     "nothing to resume from": (["--resume"], "--resume needs --output-dir"),
     "text is missing": (["--text", "{}/none.txt"], "cannot be read"),
     "text is a folder": (["--text", "{}"], "a directory"),

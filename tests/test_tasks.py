@@ -230,11 +230,23 @@ if __name__ == "__main__":
     assert not batch["attention_mask"].all()
     many = [m.generate(**batch, max_new_tokens=12, do_sample=False) for m in (model, whole)]
     assert torch.equal(*many), many
-    try:
-        model(ids, past_key_values=whole(ids, use_cache=True).past_key_values)
-        raise AssertionError("took a cache")
-    except ValueError as error:
-        assert "past_key_values" in str(error)
+    packed = torch.cat([torch.arange(3), torch.arange(ids.shape[1] - 3)])[None]
+    for wrong in (
+        dict(past_key_values=whole(ids, use_cache=True).past_key_values),
+        dict(position_ids=packed),  # Hugging Face takes these for two sequences
+        dict(logits_to_keep=torch.tensor([0, 1])),
+        dict(attention_mask=torch.ones(1, 1, ids.shape[1], ids.shape[1])),
+    ):
+        try:
+            model(ids, **wrong)
+        except ValueError as error:
+            assert next(iter(wrong)) in str(error)
+        else:
+            raise AssertionError(wrong)
+    strided = torch.zeros(3, 2, requires_grad=True)
+    strided.grad = torch.arange(12.0).view(3, 4)[:, ::2]
+    sum_gradients([strided], dist.group.WORLD)
+    assert torch.equal(strided.grad, 2 * torch.arange(12.0).view(3, 4)[:, ::2])
     losses, grads = [], []
     for m in (model, whole):  # PEFT's own forward, on whole embeddings
         torch.manual_seed(0)
