@@ -63,6 +63,10 @@ def open_folder(run, folder, resumes, result):
         clean(folder)
 
     run.together(claim)
+    if again:
+        run.say(
+            f"note: restart {os.environ['TORCHELASTIC_RESTART_COUNT']}, after a rank had failed"
+        )
     return folder is not None and (resumes or again)
 
 
@@ -93,22 +97,27 @@ def save(run, parameters, optimizer, losses, same):
                 f"{free} free)")  # fmt: skip
 
 
-def resume(run, parameters, optimizer, same):
-    """Take parameters, optimizer and random state from the newest good checkpoint: the losses.
-
-    Rank 0 reads and decides. Raises UserError, on all ranks, where a checkpoint is of another run.
-    """
+def find(run, same):
+    """The newest good checkpoint, on rank 0. Raises UserError if it is of another run."""
 
     def read():
         found = None if run.rank else load_checkpoint(run.args.output_dir)
         before = found[1]["same"] if found else same
         other = [name for name in same if before.get(name) != same[name]]
         if other:
-            said = ", ".join(f"{name} was {before.get(name)}, is {same[name]}" for name in other)
+            said = ", ".join(
+                f"{name} was {before.get(name)}, is {same[name]}" if name[0] == "-" else
+                f"another {name}" for name in other
+            )  # fmt: skip
             raise UserError(f"--resume: {run.args.output_dir} is of another run: {said}")
         return found
 
-    tensors, record, warnings = run.together(read) or ({}, None, [])
+    return run.together(read)
+
+
+def resume(run, parameters, optimizer, found):
+    """Take parameters, optimizer and random state from what `find` gave: the losses so far."""
+    tensors, record, warnings = found or ({}, None, [])
     for warning in warnings:
         run.say(f"note: skipped a damaged checkpoint: {warning}")
     record = run.from_rank0(record)

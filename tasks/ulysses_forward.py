@@ -6,7 +6,7 @@ tokens into shares of the heads and back:
 
     ids (B, S) -> this rank's S/P tokens -> embedding (B, S/P, H)
     layer:  norm -> q, k, v of all heads (B, S/P, N + 2K, D) -> RoPE, with the tokens' own positions
-            -> all-to-all -> (B, S, (N + 2K)/P, D): all tokens, few heads
+            -> all-to-all -> (B, S, (N + 2K)/P, D): all tokens, few heads (K at least P)
             -> causal attention -> (B, S, N/P, D)
             -> all-to-all -> (B, S/P, N, D) -> o_proj -> + -> norm -> MLP -> +
     -> norm -> LM head -> logits of this rank's tokens (B, S/P, V)
@@ -127,7 +127,8 @@ def sequence_mask(length, attention_mask=None, device=None):
     Hugging Face hands a mask of four dims as it is to every layer, also when it recomputes one. So
     it tells the attention two things: how long the sequence is, and who may look at whom.
     attention_mask: (B, S), 0 where a token is padding. Returns (B, 1, S, S), True where a token
-    may look; or (1, 1, 0, S), no rows, where nothing is padded and causality is all.
+    may look; or (1, 1, 0, S), no rows, only a length, where nothing is padded and causality is all.
+    (The first is S x S on every rank: long sequences should not be padded.)
     """
     if attention_mask is None or attention_mask.all():
         return torch.empty(1, 1, 0, length, dtype=torch.bool, device=device)
@@ -150,7 +151,8 @@ class SequenceParallelLlama(LlamaForCausalLM):
 
         Logits come out whole, gathered from the ranks, unless `labels` are given: then
         `output.logits` is this rank's (B, S/P, V), and the loss, a sum over all ranks' tokens
-        divided by the number of all valid labels, is the same on every rank.
+        divided by the number of all valid labels, is the same on every rank. Backward, each rank
+        keeps the gradient of its own tokens' part of either, so nothing is counted P times.
         """
         for name in ("logits_to_keep", "num_logits_to_keep", "output_attentions", "shift_labels"):
             value = kwargs.pop(name, None)
@@ -219,7 +221,8 @@ def sequence_parallelize(model, group):
     out by `share(S, P, rank)`.
 
     Works on a model without memory (device meta) too. Raises UserError for more ranks than query
-    heads, and for RoPE that depends on the length of the sequence.
+    heads, and for RoPE that depends on the length of the sequence. Whole KV groups are dealt out,
+    so ranks may differ by a group, and in time: 4 groups on 3 ranks leave one with two.
     """
     config, ranks = copy.deepcopy(model.config), range(group.size())  # others may share it
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
@@ -246,8 +249,9 @@ def sequence_parallelize(model, group):
 def sum_gradients(tensors, group, bucket_bytes=2**25):
     """The one sum over ranks that Ulysses needs: of the gradients of all that is replicated.
 
-    In place; once, after the last backward before the optimizer. Small ones travel together, up to
-    `bucket_bytes`: few messages, and little copied.
+    All ranks must have gradients for the same tensors. In place; once, after the last backward
+    before the optimizer. Small ones travel together, up to `bucket_bytes`: few messages, and little
+    copied.
     """
     bucket = []
     for grad in [*(t.grad for t in tensors if t.grad is not None), None]:

@@ -395,7 +395,7 @@ BUGS = {
     "another learning rate": (
         "ulysses_finetune", 2, "ulysses_finetune.py", "trained(model).values(), run.args.lr",
         "trained(model).values(), run.args.lr * (1 + ('Sequence' in str(type(base_of(model))))"
-        " / 1000)", "after 3 steps",
+        " / 100)", "after a step",
     ),
     "the adapter's replicas begin differently": (
         "ulysses_finetune", 2, "ulysses_finetune.py", "torch.manual_seed(args.seed)",
