@@ -77,10 +77,12 @@ def save(run, parameters, optimizer, losses, same):
     data, is their number; same: what must be the same for it to be continued, for JSON. Each rank's
     random state goes with it. On a full disk the job goes on, and tries again at the next interval.
     """
+    if run.args.output_dir is None:
+        return
     tensors = {"random.cpu": all_gather(torch.get_rng_state().to(run.device), run.group)}
     if run.device.type == "cuda":
         tensors["random.cuda"] = all_gather(torch.cuda.get_rng_state().to(run.device), run.group)
-    if run.args.output_dir is None or run.rank:
+    if run.rank:
         return
     for name, parameter in parameters.items():
         tensors[f"parameter.{name}"] = parameter

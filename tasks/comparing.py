@@ -107,7 +107,7 @@ class Comparison:
         whole = [dict(reference.named_parameters()) for reference in references]
         kinds = {}
         for name in self.from_rank0([n for n in whole[0] if only(n)] if whole else None):
-            kinds.setdefault(re.sub(r"layers\.\d+\.", "layers.*.", name), []).append(name)
+            kinds.setdefault(kind_of(name), []).append(name)
 
         def pairs(names):
             for name in names:
@@ -166,6 +166,11 @@ class Comparison:
             return whole.narrow(dim, start, stop - start).clone()
 
         return read
+
+
+def kind_of(name):
+    """A parameter's name without its layer's number: what is alike in all layers goes together."""
+    return re.sub(r"layers\.\d+\.", "layers.*.", name)
 
 
 def difference(a, b):

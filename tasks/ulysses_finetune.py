@@ -29,7 +29,6 @@ import argparse
 import copy
 import hashlib
 import math
-import re
 import statistics
 import tempfile
 import time
@@ -49,6 +48,7 @@ from utils import (
     UserError,
     all_gather,
     is_hub_id,
+    kind_of,
     load_tokens,
     make_parser,
     natural,
@@ -118,7 +118,6 @@ def train(run, model, optimizer, batches, losses, save):
     """
     parameters, stopped, seconds = trained(model), catch_signals(), []
     bar = tqdm(total=run.args.steps, initial=len(losses), disable=run.rank > 0 or None, unit="step")
-    model.train()  # from_pretrained and PEFT leave it in eval, where checkpointing does nothing
     for i in range(len(losses), run.args.steps):
         begin = time.perf_counter()
         optimizer.zero_grad()
@@ -185,7 +184,7 @@ def load(run, parallelize=None):
     if run.dtype == torch.float64:  # PEFT makes some adapters float32
         for parameter in trained(model).values():
             parameter.data = parameter.data.double()
-    return model.train()
+    return model.train()  # PEFT leaves it in eval, where checkpointing does nothing
 
 
 def make_optimizer(run, model):
@@ -278,7 +277,7 @@ def check_training(run, model, batches):
     count, layers = len(names), run.source.config.num_hidden_layers
     kinds = {}
     for at, name in enumerate(names):
-        kinds.setdefault(re.sub(r"layers\.\d+\.", "layers.*.", name), []).append(at)
+        kinds.setdefault(kind_of(name), []).append(at)
     for kind, members in kinds.items():
         grads = [[1 + 2 * step * count + at for step in range(steps)] for at in members]
         pairs = [(actual[i], *expected[i]) for of_one in grads for i in of_one]

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch._tensor_str import printoptions
 
-from comparing import Comparison
+from comparing import Comparison, kind_of  # noqa: F401
 from data import load_tokens  # noqa: F401
 from loading import (  # noqa: F401 - a task script imports utils alone
     PRESETS,
