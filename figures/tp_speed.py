@@ -191,7 +191,8 @@ def measure(args):
             # Both have run already, for the loss and the bytes: one more turn to warm up.
             for name, seconds in interleave(run, contenders, args.repeats, warmup=1).items():
                 results.setdefault(name, {}).update(seconds)
-        results["profile"] = {name: profile(run, partial(train, name)) for name in models}
+        if args.new_tokens:  # the shortest length: both take minutes, and tell the same at others
+            results["profile"] = {name: profile(run, partial(train, name)) for name in models}
         run.results |= results
 
 

@@ -87,13 +87,51 @@ def bytes_sent(run, function):
     return run.from_rank0((total() - before) / run.world_size)
 
 
+@contextmanager
+def limited_memory(device, budget):
+    """Within it, this process gets no more than `budget` bytes beyond what it has; None: no limit.
+
+    What does not fit fails as it does when a device is full. On CUDA the allocator's, on Linux the
+    limit of a process's private memory: every large tensor is a mapping of its own then, which goes
+    back at once when freed. (Set THP_MEM_ALLOC_ENABLE=0, else each is rounded up to 2 MiB.)
+    """
+    if budget is None:
+        yield
+    elif device.type == "cuda":
+        torch.cuda.empty_cache()
+        total = torch.cuda.get_device_properties(device).total_memory
+        held = torch.cuda.memory_reserved()
+        torch.cuda.set_per_process_memory_fraction(min(1.0, (held + budget) / total))
+        try:
+            yield
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0)
+    else:
+        libc = ctypes.CDLL(None)
+        libc.mallopt(-3, 2**16)  # M_MMAP_THRESHOLD
+        libc.malloc_trim(0)
+        before = resource.getrlimit(resource.RLIMIT_DATA)
+        resource.setrlimit(resource.RLIMIT_DATA, (status("VmData") + int(budget), before[1]))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_DATA, before)
+
+
 def peak_memory(run, function):
-    """Largest memory of every rank while it runs function(), in bytes, and of none before.
+    """`peak_memory_of_process` of every rank."""
+    peaks = [None] * run.world_size
+    dist.all_gather_object(peaks, peak_memory_of_process(run.device, function))
+    return peaks
+
+
+def peak_memory_of_process(device, function):
+    """Largest memory of this process while it runs function(), in bytes, and of none before.
 
     On CUDA what tensors held, on CPU the resident memory of the process, interpreter included.
     """
     gc.collect()
-    on_gpu = run.device.type == "cuda"
+    on_gpu = device.type == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     elif sys.platform == "linux":
@@ -102,12 +140,12 @@ def peak_memory(run, function):
             Path("/proc/self/clear_refs").write_text("5")  # 5: start the high-water mark anew
     function()
     if on_gpu:
-        peak = torch.cuda.max_memory_allocated()
-    elif sys.platform == "linux":
-        status = Path("/proc/self/status").read_text()
-        peak = 1024 * int(re.search(r"VmHWM:\s+(\d+)", status)[1])
-    else:
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS
-    peaks = [None] * run.world_size
-    dist.all_gather_object(peaks, peak)
-    return peaks
+        return torch.cuda.max_memory_allocated()
+    if sys.platform == "linux":
+        return status("VmHWM")
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS
+
+
+def status(name):
+    """A number of bytes that Linux keeps about this process."""
+    return 1024 * int(re.search(rf"{name}:\s+(\d+)", Path("/proc/self/status").read_text())[1])

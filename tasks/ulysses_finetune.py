@@ -30,6 +30,7 @@ import copy
 import hashlib
 import math
 import statistics
+import sys
 import tempfile
 import time
 import warnings
@@ -43,12 +44,14 @@ from safetensors.torch import save_file
 from tqdm import tqdm
 
 from checkpoint import catch_signals, find, fingerprint, open_folder, resume, save, swap
+from long_sequence import Techniques, possible, sequence_loss
+from training_checks import base_of, check_replicas, check_training, make_optimizer, trained
 from ulysses_forward import sequence_mask, sequence_parallelize, sum_gradients, sum_of_losses
 from utils import (
     UserError,
     all_gather,
     is_hub_id,
-    kind_of,
+    limited_memory,
     load_tokens,
     make_parser,
     natural,
@@ -59,22 +62,31 @@ from utils import (
 )
 
 LR = {"prompt": 1e-3, "lora": 1e-3, "none": 1e-4}
+SAVES = {
+    "long-sequence": "the techniques of long_sequence.py, else Task 4's own forward",
+    "saved-outputs": "keep of a layer what attention put out, else recompute layers",
+    "tiled-loss": "the loss a few tokens at a time",
+    "tiled-mlp": "the MLP a few tokens at a time",
+    "head-groups": "attention a few heads at a time",
+    "offload": "keep what is kept of layers in host memory (with a GPU)",
+}
 
 # ---------------------------------------------------------------- the technique
 
 
-def shard_loss(model, ids, group):
+def shard_loss(model, ids, group, techniques=None):
     """This rank's part of the mean next-token loss; the ranks' parts add up to it.
 
     (Task 4's `model(ids, labels=ids).loss` is the sum, on every rank. Backward they are the same:
     each rank's weights get the gradient of its own tokens' losses.)
 
     model: a sequence-parallel LlamaForCausalLM, alone or under PEFT. ids: (B, S), on all ranks.
+    techniques: what saves memory, see `long_sequence.py`; without, it is Task 4's own forward.
 
                     whole               this rank's
     embeddings      (B, n + S, H)       (B, (n+S)/P, H)     never whole anywhere
     targets         (B, n + S)          (B, (n+S)/P)        virtual tokens are none; shifted once
-    logits                              (B, (n+S)/P, V)
+    logits                              (B, (n+S)/P, V)     or a few tokens', with techniques
     """
     base = base_of(model)
     prompt = virtual_tokens(model, len(ids))
@@ -85,16 +97,15 @@ def shard_loss(model, ids, group):
     # empty piece of it: else autograd would see nothing to train here, and skip the collectives.
     embeddings = torch.cat([prompt[:, first:stop].to(tokens), tokens], dim=1)
     targets = F.pad(ids, (n, 1), value=-100)[:, 1:]
+    count = (targets != -100).sum()
+    if techniques:
+        mine = targets[:, first:stop]
+        return sequence_loss(base, embeddings, mine, n + S, group, techniques) / count
     positions = torch.arange(first, stop, device=ids.device)[None]
     mask = sequence_mask(n + S, device=ids.device)
     output = base.model(inputs_embeds=embeddings, attention_mask=mask, position_ids=positions)
     logits = base.lm_head(output.last_hidden_state)
-    return sum_of_losses(logits, targets[:, first:stop]) / (targets != -100).sum()
-
-
-def base_of(model):
-    """The LlamaForCausalLM, which may be under PEFT."""
-    return model.get_base_model() if hasattr(model, "peft_config") else model
+    return sum_of_losses(logits, targets[:, first:stop]) / count
 
 
 def virtual_tokens(model, batch_size):
@@ -105,23 +116,18 @@ def virtual_tokens(model, batch_size):
     return torch.empty(batch_size, 0, model.config.hidden_size, device=model.device)
 
 
-def trained(model):
-    """{name: parameter} of what is trained."""
-    return {name: p for name, p in model.named_parameters() if p.requires_grad}
-
-
-def train(run, model, optimizer, batches, losses, save):
+def train(run, model, optimizer, loss_of, batches, losses, save):
     """Train until `losses`, one a step, is as long as --steps; those of before a restart are in it.
 
-    batches(i): the ids of step i. save(): called every --save-every steps. A signal to stop reaches
-    all ranks at the same step.
+    loss_of(model, ids): `shard_loss`. batches(i): the ids of step i. save(): called every
+    --save-every steps. A signal to stop reaches all ranks at the same step.
     """
     parameters, stopped, seconds = trained(model), catch_signals(), []
     bar = tqdm(total=run.args.steps, initial=len(losses), disable=run.rank > 0 or None, unit="step")
     for i in range(len(losses), run.args.steps):
         begin = time.perf_counter()
         optimizer.zero_grad()
-        loss = shard_loss(model, batches(i), run.group)
+        loss = loss_of(model, batches(i))
         mine = torch.stack([loss.detach().double(), loss.new_tensor(len(stopped)).double()])
         parts, stops = all_gather(mine, run.group).T.tolist()
         refuse_nan(i, {f"the loss on rank {rank}": part for rank, part in enumerate(parts)})
@@ -187,10 +193,6 @@ def load(run, parallelize=None):
     return model.train()  # PEFT leaves it in eval, where checkpointing does nothing
 
 
-def make_optimizer(run, model):
-    return torch.optim.Adam(trained(model).values(), run.args.lr)
-
-
 def save_result(run, model, final):
     """Write the adapter, or model and tokenizer, as PEFT and transformers have them; by rank 0."""
     with tempfile.TemporaryDirectory(dir=final.parent, prefix=".result-", suffix=".part") as part:
@@ -211,106 +213,6 @@ def save_result(run, model, final):
     print(f"saved {final}", flush=True)
 
 
-# ---------------------------------------------------------------- the checks
-
-
-def follow(run, model, loss, batches, steps, reduce=lambda tensors: None, lead=None):
-    """Some steps of training: the losses, then of each step all gradients, and what is trained.
-
-    lead: what a reference returned. After each step its parameters are taken, so that each step is
-    compared from the same start: where a gradient is next to nothing, Adam, which divides it by its
-    own size, makes a whole step of its rounding.
-    """
-    optimizer, parameters = make_optimizer(run, model), list(trained(model).values())
-    losses, values = [], []
-    for i in range(steps):
-        optimizer.zero_grad()
-        value = loss(model, batches(i))
-        value.backward()
-        reduce(parameters)
-        losses.append(value.detach())
-        values += [p.grad.clone() for p in parameters]
-        optimizer.step()
-        values += [p.detach().clone() for p in parameters]
-        for at, parameter in enumerate(parameters if lead else []):
-            parameter.data.copy_(lead[1 + len(values) - len(parameters) + at][0])
-    return [torch.stack(losses), *values]
-
-
-def whole_loss(model, ids):
-    """The single rank's objective: what PEFT and Hugging Face make of labels."""
-    return model(input_ids=ids, labels=ids).loss
-
-
-def next_token_loss(logits, labels, vocab_size, **kwargs):
-    """Hugging Face's loss, which is float32 even in float64, without that."""
-    return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-
-
-def check_training(run, model, batches):
-    """The first steps of the very training that follows, beside a single-rank run's: the losses."""
-    steps, names = min(run.args.check_steps, run.args.steps), list(trained(model))
-    reference = load(run) if run.rank == 0 else None
-    if run.rank == 0 and run.dtype == torch.float64:
-        base_of(reference).loss_function = next_token_loss
-    references = run.references(reference)
-    before = {name: p.detach().clone() for name, p in trained(model).items()}
-
-    expected = run.expect(lambda m: follow(run, m, whole_loss, batches, steps), references)
-    calls = []
-    layer = base_of(model).model.layers[0]  # a hook before, since recomputing stops early
-    hook = layer.mlp.register_forward_pre_hook(lambda *_: calls.append(1.0))
-    actual = follow(
-        run, model, partial(shard_loss, group=run.group), batches, steps,
-        partial(sum_gradients, group=run.group), expected,
-    )  # fmt: skip
-    hook.remove()
-    often = 2 if run.args.gradient_checkpointing else 1  # forward, and again in the backward
-    runs = torch.tensor(calls).sum() / steps
-    run.say(f"forwards of a layer in a step: {runs.item():g}, of {often} expected")
-    run.check("forwards of a layer in a step", [(runs, torch.full_like(runs, often))], 0.0)
-    actual[0] = all_gather(actual[0], run.group).sum(0)
-    run.show("Reference losses", expected[0][0], ranks="0")
-    run.show("SParallel losses", actual[0])
-    run.check("losses", [(actual[0], *expected[0])])
-
-    count, layers = len(names), run.source.config.num_hidden_layers
-    kinds = {}
-    for at, name in enumerate(names):
-        kinds.setdefault(kind_of(name), []).append(at)
-    for kind, members in kinds.items():
-        grads = [[1 + 2 * step * count + at for step in range(steps)] for at in members]
-        pairs = [(actual[i], *expected[i]) for of_one in grads for i in of_one]
-        run.check(f"{kind} grad", pairs, layers=layers)
-        pairs, bound = [], None
-        for of_one in grads:
-            sizes = torch.stack([expected[i][0].abs() for i in of_one])
-            clear = (sizes > 0.1 * sizes.amax()).all(0)
-            for i in of_one:
-                values, others = actual[i + count], expected[i + count]
-                if run.dtype == torch.float32:
-                    # As in `follow`. Where gradients are above a tenth of the largest, they may be
-                    # off by 10 times their tolerance, and so may Adam's two means of them and the
-                    # step, of --lr; and each step rounds.
-                    values = torch.where(clear, values, others[0])
-                    rounding = 2**-23 * values.abs().max().item()
-                    bound = max(bound or 0, 2e-4 * layers * run.args.lr + rounding)
-                pairs.append((values, *others))
-        run.check(f"{kind} after a step", pairs, bound)
-    with torch.no_grad():
-        for name, parameter in trained(model).items():
-            parameter.copy_(before[name])
-    return actual[0]
-
-
-def check_replicas(run, parameters, when):
-    """The trained parameters are the same on all ranks, by their SHA-256, which is returned."""
-    digest = fingerprint(parameters.values())
-    numbers = torch.tensor(list(bytes.fromhex(digest)), device=run.device)
-    run.check_same_bits(f"hash of what is trained, {when}", numbers)
-    return digest
-
-
 # ---------------------------------------------------------------- what is shown with it
 
 
@@ -320,6 +222,14 @@ def rate(text):
     if not 0 < value < 1e6:
         raise argparse.ArgumentTypeError(f"must be above 0, and no more than a million, not {text}")
     return value
+
+
+def gib(text):
+    """argparse type: GiB, as bytes."""
+    value = float(text)
+    if not 0 < value < 2**20:
+        raise argparse.ArgumentTypeError(f"must be above 0, in GiB, not {text}")
+    return int(value * 2**30)
 
 
 def main():
@@ -341,10 +251,18 @@ def main():
     add(
         "--gradient-checkpointing",
         action="store_true",
-        help="recompute layers in the backward, to save memory; default no",
+        help="Task 4's own forward, and Hugging Face's recomputation of layers; default no",
     )
+    for name, what in SAVES.items():
+        kept = "; default no" if name == "offload" else "; default yes"
+        add(f"--{name}", action=argparse.BooleanOptionalAction, default=name != "offload",
+            help=what + kept)  # fmt: skip
+    add("--tile-mib", type=positive, help="MiB that the largest tensors of a tile may take; "
+        "default 8, or 1024 on a GPU")  # fmt: skip
     add("--check-steps", type=natural, default=3, help="steps to compare with a single-rank run; "
         "0 saves its time and memory; default 3")  # fmt: skip
+    add("--memory-budget", type=gib, help="GiB that training may take on each rank, beyond the "
+        "loaded model; default all there is")  # fmt: skip
     add("--output-dir", type=Path, help="for the result and the checkpoints; default none")
     add("--save-every", type=positive, default=10, help="steps between checkpoints; default 10")
     add(
@@ -355,11 +273,51 @@ def main():
     args = parser.parse_args()
     args.lr = args.lr or LR[args.peft]
     args.num_sequences = args.num_sequences or args.batch_size
+    args.long_sequence &= not args.gradient_checkpointing
     if args.resume and args.output_dir is None:
         parser.error("--resume needs --output-dir")
     with start(args) as run:
         run.mark = "S"
         finetune(run)
+
+
+def warm_up(run, model, loss_of, ids):
+    """A step of as few tokens as can be, so that threads and libraries have what they keep."""
+    if run.args.memory_budget:
+        loss_of(model, ids[:1, : max(2, run.world_size)]).backward()
+        sum_gradients(trained(model).values(), run.group)
+        model.zero_grad()
+
+
+def within_budget(run, length, function):
+    """function(), under --memory-budget; what does not fit is one line."""
+    try:
+        with limited_memory(run.device, run.args.memory_budget):
+            function()
+    except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
+        said = str(error).lower()
+        if not isinstance(error, MemoryError) and "memory" not in said and "alloc" not in said:
+            raise
+        raise UserError(f"out of memory: {run.args.batch_size} x {length} positions on "
+                        f"{run.world_size} rank(s) do not fit; a shorter --seq-len, more ranks, or "
+                        "more --memory-budget") from None  # fmt: skip
+
+
+def choose_techniques(run, model):
+    """What saves memory: as the flags and the model have it; None for Task 4's own forward."""
+    args = run.args
+    if not args.long_sequence:
+        return None
+    backward = "saved-outputs" if args.saved_outputs else "checkpoint"
+    mib = args.tile_mib or (1024 if run.device.type == "cuda" else 8)
+    flags = args.tiled_loss, args.tiled_mlp, args.head_groups, args.offload
+    techniques, why = possible(base_of(model), Techniques(backward, *flags, mib * 2**20))
+    if why:
+        run.say(f"note: {why}: layers are recomputed whole, with all their heads at once")
+    elif run.world_size == 1 and techniques.head_groups:
+        text = "ONE DEVICE: THE HEADS OF ATTENTION ARE COMPUTED SEQUENTIALLY, GROUP BY GROUP"
+        run.say(f"\033[1m{text}\033[0m" if sys.stdout.isatty() else f"*** {text} ***")
+    return techniques
 
 
 def finetune(run):
@@ -405,7 +363,13 @@ def finetune(run):
     run.say(f"Parameters: {count} trainable / {total} total")
     check_replicas(run, parameters, "before")
     found = find(run, same) if resumes else None
-    checked = check_training(run, model, batches) if args.check_steps else None
+    loss_of = partial(shard_loss, group=run.group, techniques=choose_techniques(run, model))
+    checked = None
+    if args.check_steps:
+        reference = load(run) if run.rank == 0 else None
+        often = None if args.long_sequence else 2 if args.gradient_checkpointing else 1
+        checked = check_training(run, model, reference, loss_of, batches, often)
+        del reference
 
     optimizer = make_optimizer(run, model)
     losses = resume(run, parameters, optimizer, found) if resumes else []
@@ -413,9 +377,12 @@ def finetune(run):
 
     def training():
         write = partial(save, run, parameters, optimizer, losses, same)
-        seconds.extend(train(run, model, optimizer, batches, losses, write))
+        seconds.extend(train(run, model, optimizer, loss_of, batches, losses, write))
 
-    peaks = peak_memory(run, training)
+    if args.memory_budget and (run.device.type != "cuda" and sys.platform != "linux"):
+        raise UserError("--memory-budget: only on CUDA and Linux can memory be limited")
+    idle = peak_memory(run, lambda: warm_up(run, model, loss_of, ids))
+    peaks = peak_memory(run, lambda: within_budget(run, length, training))
     digest = check_replicas(run, parameters, "after")
     if checked is not None:
         first = checked.new_tensor(losses[: len(checked)])
@@ -427,7 +394,7 @@ def finetune(run):
                 f"peak memory, MiB, of each rank: "
                 + ", ".join(f"{peak / 2**20:.0f}" for peak in peaks))  # fmt: skip
     run.results |= {"losses": losses, "sha256": digest, "step_s": seconds,
-                    "peak_memory_bytes": peaks}  # fmt: skip
+                    "idle_memory_bytes": idle, "peak_memory_bytes": peaks}  # fmt: skip
     if args.output_dir:
 
         def save_once():

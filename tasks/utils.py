@@ -40,7 +40,14 @@ from loading import (  # noqa: F401 - a task script imports utils alone
     fill,
     is_hub_id,
 )
-from measuring import bytes_sent, interleave, kept_memory, median_ratio, peak_memory  # noqa: F401
+from measuring import (  # noqa: F401
+    bytes_sent,
+    interleave,
+    kept_memory,
+    limited_memory,
+    median_ratio,
+    peak_memory,
+)
 from model_checks import (  # noqa: F401
     add_model_flags,
     check_overfitting,

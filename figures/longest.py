@@ -1,0 +1,193 @@
+"""The longest sequence that three steps of prompt tuning can take, under a limit on memory.
+
+    python figures/longest.py                 # all of it, into figures/longest.json
+    python figures/longest.py --budgets 64 --only ours --ranks 1 4
+
+For each contender: a closed-form estimate, from the tensors that it holds when it holds most; then
+runs in fresh processes, whose memory beyond the loaded model is limited, so that what does not fit
+fails. Lengths go up and down from the estimate until one fits and one 5 % longer does not.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent / "tasks"))
+
+import torch  # noqa: E402
+import transformers  # noqa: E402
+
+from loading import Source  # noqa: E402
+from tp_speed import machine  # noqa: E402
+
+MODEL, PROMPT, GRAIN, STEPS = "random/small", 32, 1.05, 3
+TILE = 2**23  # as long_sequence.py has it on a CPU
+# What libraries keep for themselves, and what of small tensors adds up: seen, not counted.
+OTHER = 4 * 2**20
+
+
+# ---------------------------------------------------------------- the contenders
+
+
+def hugging_face(c, ranks, e, checkpointing):
+    """Bytes a token: every activation (or one layer's, and the inputs of all), and the logits."""
+    H, F, V, ND, KD = sizes(c)
+    # norm: input, in float32, scaled; q, k, v, rotated q and k; k and v for all heads; output;
+    # twice the residual sum; the second norm; gate, up, its activation, their product.
+    layer = 9 * H + 2 * ND + 2 * KD + 4 * F
+    layers = c.num_hidden_layers * (H if checkpointing else layer)
+    # Logits, their log-softmax, and on the way back the gradients of both.
+    return e * (layers + 4 * V + 4 * H)
+
+
+def ours(c, ranks, e, left_out):
+    """Bytes a token of a rank's own: when attention of the last layer is differentiated, or if
+    something is left out that takes more, when that is.
+    """
+    H, F, V, ND, _ = sizes(c)
+    L, D, groups = c.num_hidden_layers, c.head_dim, "head-groups" not in left_out
+    N, K = c.num_attention_heads, c.num_key_value_heads
+    kept = L * (ND + N) + 2 * H  # outputs, log-sum-exps; embeddings, the last layer's input
+    if "saved-outputs" in left_out:
+        kept = (L + 1) * H
+    # Heads of all ranks in a round: queries; keys and values.
+    n, k = (max(N // K, ranks), ranks) if groups else (N, max(K, ranks))
+    # q, k, v and gradients, for all queries as the kernel has them; d, and of the outputs.
+    most = (4 * n + 2 * k) * D + H + ND
+    if "tiled-loss" in left_out:
+        most = max(most, 3 * V + 3 * H)
+    if "tiled-mlp" in left_out:
+        most = max(most, 6 * (F + H) + H + 2 * ND)
+    return e * (kept + most)
+
+
+def sizes(c):
+    D = c.head_dim
+    return (c.hidden_size, c.intermediate_size, c.vocab_size, c.num_attention_heads * D,
+            c.num_key_value_heads * D)  # fmt: skip
+
+
+TRICKS = ("saved-outputs", "tiled-loss", "tiled-mlp", "head-groups")
+CONTENDERS = {
+    # name: (bytes a token, constant bytes, flags)
+    "Hugging Face + PEFT": (lambda *a: hugging_face(*a, False), 0, []),
+    "with checkpointing": (lambda *a: hugging_face(*a, True), 0, ["--gradient-checkpointing"]),
+    "ours": (lambda *a: ours(*a, ()), TILE, []),
+    **{
+        f"ours, no {trick}": (lambda *a, t=trick: ours(*a, (t,)), TILE, [f"--no-{trick}"])
+        for trick in TRICKS
+    },
+}
+
+
+def command(name, ranks, length, budget, path):
+    """The command line of one run: of the plain script, or of Task 5's."""
+    _, _, flags = CONTENDERS[name]
+    flags = [*flags, "--steps", STEPS, "--memory-budget", budget / 2**10, "--json", path]
+    if not name.startswith("ours"):
+        words = [HERE / "plain_finetune.py", *flags, "--seq-len", length - PROMPT]
+    else:
+        words = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", ranks]
+        words += [HERE.parent / "tasks" / "ulysses_finetune.py", *flags, "--model", MODEL]
+        words += ["--check-steps", 0, "--num-virtual-tokens", PROMPT, "--seq-len", length - PROMPT]
+    return [sys.executable, *map(str, words)]
+
+
+# ---------------------------------------------------------------- the search
+
+
+def fits(name, ranks, length, budget):
+    """The record of a run of three steps, or None where memory ran out."""
+    threads = max(1, os.cpu_count() // ranks)
+    env = os.environ | {"OMP_NUM_THREADS": str(threads), "THP_MEM_ALLOC_ENABLE": "0"}
+    with tempfile.TemporaryDirectory() as folder:
+        path, begin = Path(folder) / "record.json", time.monotonic()
+        words = command(name, ranks, length, budget, path)
+        job = subprocess.run(words, env=env, capture_output=True, text=True)
+        took = time.monotonic() - begin
+        said = "fits" if job.returncode == 0 else "does not fit"
+        print(f"    {length} positions: {said} ({took:.0f} s)", flush=True)
+        if job.returncode == 0:
+            return json.loads(path.read_text())
+        out = (job.stdout + job.stderr).lower()
+        if "memory" not in out and "alloc" not in out:
+            sys.exit(f"{job.stderr[-3000:]}\nerror: that job failed, and not for want of memory")
+    return None
+
+
+def search(name, ranks, budget, estimate):
+    """The longest length that fits while GRAIN times as much does not, and its record."""
+    length, best, too_long, stride = max(estimate, PROMPT + 2 * ranks), None, None, GRAIN
+    while best is None or too_long is None or too_long > best[0] * GRAIN + 1:
+        record = fits(name, ranks, length, budget)
+        if record:
+            best = length, record
+        else:
+            too_long = length
+        if best and too_long:
+            length = round((best[0] * too_long) ** 0.5)
+            if best[0] in (length, length - 1):
+                break
+        elif length <= PROMPT + 2 * ranks and not record:
+            return 0, None
+        else:
+            length = round(length * stride if record else max(length / stride, PROMPT + 2 * ranks))
+            stride *= stride
+    return best
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--budgets", type=int, nargs="+", default=[64, 256], help="MiB a rank; default 64 256")
+    add("--ranks", type=int, nargs="+", default=[1, 2, 4], help="of ours; default 1 2 4")
+    add("--only", choices=CONTENDERS, nargs="+", default=list(CONTENDERS), help="default all")
+    add("--output", type=Path, default=HERE / "longest.json", help="default %(default)s")
+    args = parser.parse_args()
+    config = Source(MODEL).config
+    setting = {
+        "model": MODEL, "dtype": "float32", "virtual_tokens": PROMPT, "steps": STEPS,
+        "machine": machine(), "torch": torch.__version__, "transformers": transformers.__version__,
+    }  # fmt: skip
+    whole = setting | {"runs": []}
+    if args.output.exists():
+        before = json.loads(args.output.read_text())
+        if {key: before.get(key) for key in setting} != setting:
+            sys.exit(f"error: {args.output} was measured under another setting: name another file")
+        whole = before
+    for budget in args.budgets:
+        for name in args.only:
+            for ranks in args.ranks if name == "ours" else [1]:
+                per_token, constant, _ = CONTENDERS[name]
+                a_token = per_token(config, ranks, 4)
+                estimate = int((budget * 2**20 - constant - OTHER) / a_token) * ranks
+                print(f"{name}, {ranks} rank(s), {budget} MiB: {a_token / 1024:.1f} KiB a token of "
+                      f"a rank, estimate {estimate}", flush=True)  # fmt: skip
+                found, record = search(name, ranks, budget, estimate)
+                print(
+                    f"  found {found}, {found / max(estimate, 1):.2f} of the estimate", flush=True
+                )
+                key = {"contender": name, "world_size": ranks, "budget_mib": budget}
+                entry = key | {"estimate": estimate, "found": found, "predicted_bytes": a_token,
+                               "date": time.strftime("%Y-%m-%d")}  # fmt: skip
+                if record:
+                    results = record["results"]
+                    idle, peak = results["idle_memory_bytes"], results["peak_memory_bytes"]
+                    used = max(b - a for a, b in zip(idle, peak, strict=True))
+                    entry |= {"measured_bytes": used * ranks / found, "step_s": results["step_s"]}
+                whole["runs"] = [r for r in whole["runs"] if {k: r[k] for k in key} != key]
+                whole["runs"].append(entry)
+                args.output.write_text(json.dumps(whole, indent=1) + "\n")
+    print(f"wrote {args.output}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""Prompt tuning of a random Llama as the assignment's own script has it: Hugging Face and PEFT.
+
+    python figures/plain_finetune.py --seq-len 300 --memory-budget 0.25
+
+On one device, with nothing of this project but the limit on memory: what `longest.py` compares
+with. The shapes are those of `random/small`.
+"""
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+
+import torch
+from peft import PromptTuningConfig, get_peft_model
+from transformers import LlamaConfig, LlamaForCausalLM
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tasks"))
+
+from measuring import limited_memory, peak_memory_of_process
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seq-len", type=int, required=True, help="tokens of text")
+    parser.add_argument("--steps", type=int, default=3, help="default 3")
+    parser.add_argument("--memory-budget", type=float, required=True, help="GiB beyond the model")
+    parser.add_argument("--gradient-checkpointing", action="store_true", help="that works")
+    parser.add_argument("--device", default="cpu", help="default cpu")
+    parser.add_argument("--json", type=Path, help="write times and memory there")
+    args = parser.parse_args()
+    device = torch.device(args.device)
+    torch.manual_seed(1337)
+    config = LlamaConfig(
+        vocab_size=32000, hidden_size=256, intermediate_size=1024, num_hidden_layers=8,
+        num_attention_heads=8, num_key_value_heads=2, max_position_embeddings=2**20,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).to(args.device)
+    if args.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    model = get_peft_model(model, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=32))
+    model.train()
+    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], 1e-3)
+    ids = torch.randint(32000, (1, args.seq_len), device=args.device)
+
+    def step(ids):
+        optimizer.zero_grad()
+        model(input_ids=ids, labels=ids).loss.backward()
+
+    step(ids[:, :2])  # so that libraries and threads have what they keep
+    seconds = []
+
+    def train():
+        for _ in range(args.steps):
+            begin = time.perf_counter()
+            step(ids)
+            optimizer.step()
+            seconds.append(time.perf_counter() - begin)
+
+    idle = peak_memory_of_process(device, lambda: None)
+    with limited_memory(device, 2**30 * args.memory_budget):
+        peak = peak_memory_of_process(device, train)
+    if args.json:
+        results = {"step_s": seconds, "idle_memory_bytes": [idle], "peak_memory_bytes": [peak]}
+        args.json.write_text(json.dumps({"results": results}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,611 @@
+"""The longest sequence: a training step that holds as little as possible for each token.
+
+What fills the memory when a Llama is trained on one long sequence is neither weights nor attention
+scores (no kernel keeps those any more) but what the backward will need of every token. With 8
+layers of hidden size 256, an MLP of 1024 and 32000 words, float32, a token takes:
+
+    700 KiB   plain: each layer's activations (50 KiB a layer), the logits and their gradient (250+)
+    570 KiB   with checkpointing: one hidden state a layer, but the logits stay
+    100 KiB   with the loss taken a few tokens at a time, its gradient at once: no logits
+     75 KiB   with the MLP taken a few tokens at a time, too
+     14 KiB   with attention taken a few heads at a time, and `SavedOutputs`, which keeps of a layer
+              only what its attention put out
+
+`SavedOutputs` is the layer backward that never runs attention again. Everything in a layer but
+attention treats tokens one by one:
+
+    x -> norm -> q, k, v -> attention -> o -> + o_proj(o) -> + mlp(norm) -> the next layer's x
+
+so from the outputs o of all layers (and the log-sum-exps of their softmaxes, a number a token and
+head) any layer's x can be built again from the embeddings, tile by tile, with matrix products only.
+Of attention, whose time grows with the square of the length, only the backward is run. Each layer
+that is done frees its outputs, and hidden states take that room, so that few are built twice.
+
+Under Ulysses all of it is as on one rank: tiles are of a rank's own tokens, and the heads taken at
+a time are spread over the ranks. What travels is what travels under checkpointing.
+
+`sequence_loss` is what a training script calls. Sources: checkpointing, arXiv 1604.06174; tiled
+loss and MLP, ALST, arXiv 2506.13996, section 3; log-sum-exps, FlashAttention-2, arXiv 2307.08691.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from itertools import zip_longest
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import save_on_cpu
+from torch.utils.checkpoint import checkpoint
+from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb
+
+from ulysses_forward import AllToAll, sum_of_losses
+from utils import share, share_heads
+
+BACKWARDS = ("saved-outputs", "checkpoint", "plain")
+
+
+@dataclass(frozen=True)
+class Techniques:
+    """How a step saves memory. Each alone, and all together, leave every gradient as it is.
+
+    backward: "saved-outputs", "checkpoint" (recompute each layer) or "plain" (keep everything).
+    tiled_loss, tiled_mlp: over tiles of tokens whose largest tensors take `tile_bytes`, whatever
+    the sequence's length. head_groups: attention one group of heads after another. offload: what is
+    kept of each layer goes to host memory (CUDA).
+    """
+
+    backward: str = "saved-outputs"
+    tiled_loss: bool = True
+    tiled_mlp: bool = True
+    head_groups: bool = True
+    offload: bool = False
+    tile_bytes: int = 2**23
+
+
+def with_tiles(backward, *flags):
+    """Techniques for a model and a batch, given how many tokens a tile should have."""
+
+    def techniques(model, batch_size, tokens):
+        config, itemsize = model.config, model.dtype.itemsize
+        largest = max(mlp_bytes(config, batch_size, itemsize), config.vocab_size * max(4, itemsize))
+        return Techniques(backward, *flags, tile_bytes=tokens * largest)
+
+    return techniques
+
+
+# What is checked by itself: (backward, tiled_loss, tiled_mlp, head_groups).
+ALONE = {
+    "layers taken apart": with_tiles("plain", False, False, False),
+    "tiled loss alone": with_tiles("plain", True, False, False),
+    "tiled MLP alone": with_tiles("plain", False, True, False),
+    "head groups alone": with_tiles("plain", False, False, True),
+    "checkpointing alone": with_tiles("checkpoint", False, False, False),
+    "saved outputs alone": with_tiles("saved-outputs", False, False, False),
+    "checkpointing and tiles": with_tiles("checkpoint", True, True, True),
+    "all together": with_tiles("saved-outputs", True, True, True),
+}
+
+
+def mlp_bytes(config, batch_size, itemsize):
+    """Bytes a token in the rest of a layer, backward: some six tensors as wide as the MLP."""
+    return 6 * (config.intermediate_size + config.hidden_size) * batch_size * itemsize
+
+
+def sequence_loss(model, embeddings, targets, length, group, techniques):
+    """Sum of this rank's tokens' losses; as `ulysses_forward` has it, but for the memory it takes.
+
+    model: a sequence-parallel LlamaForCausalLM. embeddings: (B, S/P, H) of this rank's share of a
+    sequence of `length` tokens. targets: (B, S/P), -100 for none.
+    """
+    techniques, _ = possible(model, techniques)
+    stack = Stack(model, embeddings.shape, length, group, techniques)
+    if techniques.backward == "saved-outputs":
+        hidden = SavedOutputs.apply(embeddings, stack, *stack.parameters)
+    else:
+        hidden = stack.run(embeddings)
+    norm, head = model.model.norm, model.lm_head
+    if techniques.tiled_loss:
+        tile = techniques.tile_bytes // (head.weight.shape[0] * max(4, hidden.element_size()))
+        weights = norm.weight, head.weight
+        return TiledLoss.apply(hidden, targets, norm, max(tile, 1), *weights)
+    return sum_of_losses(head(norm(hidden)), targets)
+
+
+def possible(model, techniques):
+    """The techniques that this model allows, and why they are fewer than asked for, or None."""
+    layers, dtype = model.model.layers, model.dtype
+    why = None
+    if model.training and model.config.attention_dropout:
+        why = "attention has dropout"
+    for module in layers.modules():
+        if isinstance(module, nn.Dropout) and module.p:
+            why = "a layer has dropout"
+    for layer in layers:
+        attention = layer.self_attn
+        if type(attention) is not LlamaAttention:
+            why = f"attention is a {type(attention).__name__}"
+        elif not all(map(sliceable, (attention.q_proj, attention.k_proj, attention.v_proj))):
+            why = "a projection is neither linear nor LoRA"
+    if model.device.type == "cuda" and dtype == torch.float64:
+        why = "no GPU kernel gives log-sum-exps in float64"
+    if why and (techniques.backward == "saved-outputs" or techniques.head_groups):
+        rest = dict(tiled_loss=techniques.tiled_loss, tiled_mlp=techniques.tiled_mlp)
+        backward = "checkpoint" if techniques.backward == "saved-outputs" else techniques.backward
+        rest |= dict(offload=techniques.offload, tile_bytes=techniques.tile_bytes)
+        return Techniques(backward, head_groups=False, **rest), why
+    return techniques, None
+
+
+# ---------------------------------------------------------------- the loss, tile by tile
+
+
+class TiledLoss(torch.autograd.Function):
+    """Final norm, LM head and cross-entropy, a few tokens at a time, and their gradient at once.
+
+    A tile's logits become its gradient in place, so that one tensor of `tile` tokens times the
+    vocabulary is all there ever is. What is kept for the backward is the gradient of x.
+    """
+
+    @staticmethod
+    def forward(ctx, x, targets, norm, tile, norm_weight, head_weight):
+        """x (B, S, H), targets (B, S) -> the sum of losses, in float32 at least."""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        dx, loss = torch.empty_like(x), torch.zeros((), dtype=wide, device=x.device)
+        train_norm, train_head = ctx.needs_input_grad[4:]
+        dnorm = torch.zeros_like(norm_weight, dtype=wide) if train_norm else None
+        dhead = torch.zeros_like(head_weight, dtype=wide) if train_head else None
+        flat, out, targets = x.flatten(0, 1), dx.view(-1, x.shape[-1]), targets.flatten()
+        for rows in tiles(len(flat), tile):
+            with torch.enable_grad():
+                h = flat[rows].detach().requires_grad_()
+                normed = norm(h)
+            n, valid = normed.detach(), (targets[rows] != -100).to(wide)[:, None]
+            target = targets[rows].clamp(min=0)[:, None]
+            logits = F.linear(n, head_weight).to(wide)
+            chosen, largest = logits.gather(1, target), logits.amax(1, keepdim=True)
+            total = logits.sub_(largest).exp_().sum(1, keepdim=True)
+            loss += (valid * (total.log() + largest - chosen)).sum()
+            logits.mul_(valid / total).scatter_add_(1, target, -valid)  # d loss / d logits
+            dlogits = logits.to(x.dtype)
+            if train_head:
+                dhead += dlogits.T @ n
+            wanted = [h, norm.weight] if train_norm else [h]
+            out[rows], *more = torch.autograd.grad(normed, wanted, dlogits @ head_weight)
+            if more:
+                dnorm += more[0]
+        ctx.gradients = dx, dnorm, dhead
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        dx, dnorm, dhead = (g if g is None else g.mul_(grad) for g in ctx.gradients)
+        ctx.gradients = None  # a second backward is an error
+        return dx, None, None, None, dnorm, dhead
+
+
+def tiles(length, size):
+    """Slices that cover [0, length)."""
+    return [slice(first, min(first + size, length)) for first in range(0, length, size)]
+
+
+# ---------------------------------------------------------------- attention, some heads at a time
+
+
+def plan_rounds(config, ranks, head_groups):
+    """Which heads each rank attends to, round by round: [[(queries, keys) of each rank], ...].
+
+    queries, keys: (start, stop). With `head_groups`, all ranks' queries of a round are together no
+    more than one KV head's (but one on each rank), so that the memory for a token does not depend
+    on the number of heads. Else there is one round.
+    """
+    N, K = config.num_attention_heads, config.num_key_value_heads
+    heads = [share_heads(N, K, ranks, rank)[:2] for rank in range(ranks)]
+    if not head_groups:
+        return [heads]
+    group, turns = N // K, []
+    for (first, stop), keys in heads:
+        turns.append([])
+        for key in range(*keys):
+            queries = range(max(first, key * group), min(stop, (key + 1) * group))
+            for some in tiles(len(queries), max(1, group // ranks)):
+                some = queries[some]
+                turns[-1].append(((some.start, some.stop), (key, key + 1)))
+    return list(zip_longest(*turns, fillvalue=((0, 0), (0, 0))))
+
+
+def sliceable(linear):
+    """Whether `project` can take some of a layer's outputs."""
+    if type(linear) is nn.Linear:
+        return True
+    adapters = getattr(linear, "active_adapters", None)
+    plain = getattr(linear, "lora_A", None) is not None and not linear.disable_adapters
+    plain = plain and not linear.merged and type(linear.base_layer) is nn.Linear
+    plain = plain and all(name in linear.lora_A for name in adapters)
+    return plain and not any(getattr(linear, "use_dora", {}).get(name) for name in adapters)
+
+
+def project(linear, x, rows):
+    """Some outputs, by their indices, of a linear layer or of PEFT's LoRA of one."""
+    base = getattr(linear, "base_layer", linear)
+    y = F.linear(x, base.weight[rows], None if base.bias is None else base.bias[rows])
+    for name in getattr(linear, "active_adapters", ()):
+        a, b = linear.lora_A[name].weight, linear.lora_B[name].weight
+        low_rank = F.linear(F.linear(x.to(a.dtype), a), b[rows])
+        y = (y + low_rank * linear.scaling[name]).to(y.dtype)
+    return y
+
+
+def for_all(keys, heads):
+    """KV heads (B, k, S, D), each as often as it has query heads; one alone takes no memory."""
+    if keys.shape[1] == 1:
+        return keys.expand(-1, heads, -1, -1)
+    return keys.repeat_interleave(heads // keys.shape[1], 1)
+
+
+def attend(q, k, v):
+    """Causal attention by the device's kernel: (B, n, S, D), GQA -> (o, what its backward needs).
+
+    The kernels are those that F.scaled_dot_product_attention chooses among, with their
+    log-sum-exps.
+    """
+    k, v = (for_all(t, q.shape[1]) for t in (k, v))
+    aten = torch.ops.aten
+    if q.device.type == "cpu":
+        return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
+    if q.dtype == torch.float32:
+        return aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, True)
+    return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[:8]
+
+
+def attend_backward(grad, q, k, v, o, lse, *rest):
+    """The gradients of q, k, v, from what `attend` gave; it is not run again."""
+    keys = k.shape[1]
+    k, v = (for_all(t, q.shape[1]) for t in (k, v))
+    aten = torch.ops.aten
+    if q.device.type == "cpu":
+        backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
+        dq, dk, dv = backward(grad, q, k, v, o, lse, 0.0, True)
+    elif q.dtype == torch.float32:
+        backward = aten._scaled_dot_product_efficient_attention_backward
+        wanted = [True, True, True, False]
+        dq, dk, dv, _ = backward(grad, q, k, v, None, o, lse, *rest, 0.0, wanted, True)
+    else:
+        cumulative_and_largest, seeds = rest[:4], rest[4:]
+        backward = aten._scaled_dot_product_flash_attention_backward
+        dq, dk, dv = backward(grad, q, k, v, o, lse, *cumulative_and_largest, 0.0, True, *seeds)
+    return dq, *(t.unflatten(1, (keys, -1)).sum(2) for t in (dk, dv))
+
+
+# ---------------------------------------------------------------- the layers
+
+
+class Stack:
+    """All layers of a model, taken apart into what treats tokens and what treats heads one by one.
+
+    Hidden states are (B, S/P, H). What is exchanged has tokens first, (S/P, B, heads, D), so that
+    what comes from the ranks is the sequence, one after the other.
+    """
+
+    def __init__(self, model, shape, length, group, techniques):
+        self.model, self.layers, self.group = model.model, model.model.layers, group
+        self.techniques, config = techniques, model.config
+        self.B, self.mine, H = shape
+        self.S, self.D = length, self.layers[0].self_attn.head_dim
+        ranks, self.rank = group.size(), group.rank()
+        shares = [share(length, ranks, rank) for rank in range(ranks)]
+        self.tokens = [stop - first for first, stop in shares]
+        self.first = shares[self.rank][0]
+        self.dropout = config.attention_dropout if model.training else 0.0
+        self.rounds = plan_rounds(config, ranks, techniques.head_groups)
+        a_token = mlp_bytes(config, self.B, model.dtype.itemsize)
+        tile = techniques.tile_bytes // a_token if techniques.tiled_mlp else self.mine
+        self.tiles = tiles(self.mine, max(tile, 1))
+        self.parameters = [p for p in self.layers.parameters() if p.requires_grad]
+        # The room of one layer's outputs, in hidden states.
+        self.room = config.num_attention_heads * self.D / H
+
+    def counts(self, turn, keys=0):
+        """How many heads each rank has in a round: of the queries, and `keys` times the keys'."""
+        return [q[1] - q[0] + keys * (k[1] - k[0]) for q, k in turn]
+
+    def sizes(self, counts):
+        """Numbers of elements that this rank sends to, and receives from, each rank."""
+        sent = [self.mine * self.B * count * self.D for count in counts]
+        return sent, [t * self.B * counts[self.rank] * self.D for t in self.tokens]
+
+    def pieces(self, flat, counts):
+        """Views of this rank's tokens, (S/P, B, counts[r], D) for each rank r's heads."""
+        sizes = flat.split(self.sizes(counts)[0])
+        return [p.view(self.mine, self.B, n, self.D) for p, n in zip(sizes, counts, strict=True)]
+
+    def to_heads(self, flat, counts):
+        """From all heads of this rank's tokens to its heads of all tokens, (B, heads, S, D)."""
+        sent, received = self.sizes(counts)
+        if len(counts) > 1:
+            flat = AllToAll.apply(flat, sent, received, self.group)
+        return flat.view(self.S, self.B, -1, self.D).permute(1, 2, 0, 3)
+
+    def to_tokens(self, *heads, counts):
+        """The way back, flat; of several tensors, whose heads come to lie side by side."""
+        sent, received = self.sizes(counts)
+        flat = torch.cat([h.permute(2, 0, 1, 3) for h in heads], dim=2).flatten()
+        return AllToAll.apply(flat, received, sent, self.group) if len(counts) > 1 else flat
+
+    def heads_of(self, layer, x, at, turn):
+        """q, k and v of a round, of tokens `at`: a piece (tokens, B, heads, D) for each rank."""
+        normed, width = layer.input_layernorm(x), torch.arange(self.D, device=x.device)
+        positions = torch.arange(self.first + at.start, self.first + at.stop, device=x.device)
+        cos, sin = self.model.rotary_emb(x, positions[None])
+        queries, keys = zip(*turn, strict=True)
+
+        def heads(linear, ranges):
+            chosen = torch.cat([torch.arange(*some, device=x.device) for some in ranges])
+            if self.techniques.head_groups:
+                rows = (chosen[:, None] * self.D + width).flatten()
+                return project(linear, normed, rows).unflatten(-1, (-1, self.D))
+            return linear(normed).unflatten(-1, (-1, self.D))[:, :, chosen]
+
+        attention = layer.self_attn
+        q, k = heads(attention.q_proj, queries), heads(attention.k_proj, keys)
+        q, k = apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=2)
+        both = (q, queries), (k, keys), (heads(attention.v_proj, keys), keys)
+        split = [t.split([stop - first for first, stop in ranges], 2) for t, ranges in both]
+        return [torch.cat(three, 2).transpose(0, 1) for three in zip(*split, strict=True)]
+
+    def in_order(self, rounds):
+        """Pieces of all rounds' heads, by number: [[(tokens, B, heads, D) of each rank], ...]."""
+        pairs = [
+            (queries, piece)
+            for turn, pieces in zip(self.rounds, rounds, strict=True)
+            for (queries, _), piece in zip(turn, pieces, strict=True)
+        ]
+        return [piece for _, piece in sorted(pairs, key=lambda pair: pair[0])]
+
+    def outputs(self, pieces, at):
+        """Attention's outputs of tokens `at`, (B, tokens, N D), from pieces `in_order`."""
+        return torch.cat([p[at] for p in pieces], 2).transpose(0, 1).flatten(2)
+
+    @staticmethod
+    def finish(layer, x, o):
+        """The rest of a layer, behind attention: x (B, tokens, H), o (B, tokens, N D)."""
+        x = x + layer.self_attn.o_proj(o)
+        return x + layer.mlp(layer.post_attention_layernorm(x))
+
+    # ------------------------------------------------ with autograd
+
+    def run(self, x):
+        """All layers, under autograd: hidden states before the final norm."""
+        for layer in self.layers:
+            run = partial(self.run_layer, layer)
+            if self.techniques.backward == "checkpoint":
+                with save_on_cpu(x.is_cuda) if self.techniques.offload else torch.enable_grad():
+                    x = checkpoint(run, x, use_reentrant=False)
+            else:
+                x = run(x)
+        return x
+
+    def run_layer(self, layer, x):
+        """One layer; what is done in rounds or tiles is recomputed, each in its own backward."""
+
+        def attention(turn, x):
+            heads, whole = self.counts(turn, keys=2), slice(0, self.mine)
+            flat = torch.cat([p.flatten() for p in self.heads_of(layer, x, whole, turn)])
+            (first, stop), (key, end) = turn[self.rank]
+            split = [stop - first, end - key, end - key]
+            q, k, v = self.to_heads(flat, heads).split(split, dim=1)
+            # No heads: still something for autograd to save, so that recomputing, whose all-to-alls
+            # all ranks must call in one order, begins where it does on the others.
+            o = q * q.new_ones(())
+            if stop > first:
+                k, v = (for_all(t, stop - first) for t in (k, v))
+                o = F.scaled_dot_product_attention(q, k, v, None, self.dropout, is_causal=True)
+            return self.to_tokens(o, counts=self.counts(turn))
+
+        def maybe(again, function, *args):
+            return checkpoint(function, *args, use_reentrant=False) if again else function(*args)
+
+        flats = [maybe(len(self.rounds) > 1, attention, turn, x) for turn in self.rounds]
+        rounds = [self.pieces(f, self.counts(t)) for f, t in zip(flats, self.rounds, strict=True)]
+        o = self.outputs(self.in_order(rounds), slice(None))
+        # (Of many slices each gradient would be as long as the sequence; `split` has but one.)
+        size = self.tiles[0].stop
+        parts = [
+            maybe(len(self.tiles) > 1, self.finish, layer, *both)
+            for both in zip(x.split(size, 1), o.split(size, 1), strict=True)
+        ]
+        return torch.cat(parts, dim=1)
+
+    # ------------------------------------------------ without: what `SavedOutputs` is made of
+
+    def heads_of_all(self, layer, x, turn):
+        """q, k and v of this rank's heads of a round, of all tokens, (B, heads, S, D)."""
+        counts = self.counts(turn, keys=2)
+        flat = x.new_empty(sum(self.sizes(counts)[0]))
+        views = self.pieces(flat, counts)
+        for at in self.tiles:
+            for view, piece in zip(views, self.heads_of(layer, x[:, at], at, turn), strict=True):
+                view[at] = piece
+        (first, stop), (key, end) = turn[self.rank]
+        heads = self.to_heads(flat, counts)
+        return heads.split([stop - first, end - key, end - key], dim=1)
+
+    def attention(self, layer, x):
+        """Attention's outputs, a flat tensor a round, and of each what its backward needs."""
+        flats, needed = [], []
+        for turn in self.rounds:
+            q, k, v = self.heads_of_all(layer, x, turn)
+            o, *rest = attend(q, k, v) if q.shape[1] else (q,)
+            del q, k, v
+            flats.append(self.to_tokens(o, counts=self.counts(turn)))
+            needed.append(rest)
+        return flats, needed
+
+    def views(self, flats):
+        """The pieces of all rounds, `in_order`."""
+        pairs = zip(flats, self.rounds, strict=True)
+        return self.in_order([self.pieces(flat, self.counts(turn)) for flat, turn in pairs])
+
+    def finish_all(self, layer, x, flats, into=None):
+        """`finish`, tile by tile, into a new tensor or over x itself."""
+        out, pieces = torch.empty_like(x) if into is None else into, self.views(flats)
+        for at in self.tiles:
+            out[:, at] = self.finish(layer, x[:, at], self.outputs(pieces, at))
+        return out
+
+    def rebuild(self, number, kept, saved):
+        """The hidden states before a layer, from the nearest below that are `kept`.
+
+        kept: {layer: hidden states}, 0 always. Each layer that is done has freed its outputs: in
+        their room, hidden states on the way are kept for the layers still to come.
+        """
+        start = max(at for at in kept if at <= number)
+        if start == number:
+            return kept[0] if number == 0 else kept.pop(number)
+        x, steps = kept[start], number - start
+        free = int((len(self.layers) - 1 - number) * self.room) - (len(kept) - 1)
+        some = min(max(free, 0), steps - 1)
+        keep = {start + steps * (i + 1) // (some + 1) for i in range(some)}
+        for at in range(start, number):
+            flats = saved.get(at, at + 1)
+            x = self.finish_all(self.layers[at], x, flats, None if at in kept else x)
+            if at + 1 in keep:
+                kept[at + 1] = x
+        return x
+
+    def back(self, layer, x, flats, needed, d, sums):
+        """Turn d, the gradient behind a layer, into that before it, in place; `attend` is not run.
+
+        sums: {parameter: its gradient}, which is added to. flats and needed are freed on the way.
+        """
+        parameters = [p for p in layer.parameters() if p.requires_grad]
+
+        def gradients(outputs, inputs, grads):
+            inputs_and = [*inputs, *parameters]
+            found = torch.autograd.grad(outputs, inputs_and, grads, allow_unused=True)
+            for parameter, grad in zip(parameters, found[len(inputs) :], strict=True):
+                if grad is not None:
+                    sums[parameter] += grad
+            return found[: len(inputs)]
+
+        grads = [torch.empty_like(flat) for flat in flats]  # of attention's outputs
+        pieces, targets = self.views(flats), self.views(grads)
+        for at in self.tiles:
+            h, o = x[:, at].detach().requires_grad_(), self.outputs(pieces, at).requires_grad_()
+            with torch.enable_grad():
+                y = self.finish(layer, h, o)
+            d[:, at], do = gradients(y, [h, o], d[:, at])
+            do = do.unflatten(2, (-1, self.D)).transpose(0, 1)
+            for view, part in zip(targets, do.split([t.shape[2] for t in targets], 2), strict=True):
+                view[at] = part
+        del pieces, targets, view, y, do
+
+        for i, turn in enumerate(self.rounds):
+            counts = self.counts(turn)
+            q, k, v = self.heads_of_all(layer, x, turn)
+            o, flats[i] = self.to_heads(flats[i], counts), None
+            do, grads[i] = self.to_heads(grads[i], counts), None
+            if q.shape[1]:
+                q, k, v = attend_backward(do, q, k, v, o, *needed[i])  # their gradients
+            del o, do
+            needed[i] = None
+            counts = self.counts(turn, keys=2)
+            flat = self.to_tokens(q, k, v, counts=counts)
+            del q, k, v
+            views = self.pieces(flat, counts)
+            for at in self.tiles:
+                h = x[:, at].detach().requires_grad_()
+                with torch.enable_grad():
+                    heads = self.heads_of(layer, h, at, turn)
+                d[:, at] += gradients(heads, [h], [view[at] for view in views])[0]
+
+
+class SavedOutputs(torch.autograd.Function):
+    """All layers; of each only the outputs of attention are kept, and attention is run but once.
+
+                forward                                 backward, from the last layer to the first
+    x           attention, then the rest, tile by tile  built again, see `Stack.rebuild`
+    kept        outputs, log-sum-exps                   gradients of them; then of q, k, v
+    """
+
+    @staticmethod
+    def forward(ctx, x, stack, *parameters):
+        """x (B, S/P, H): the embeddings -> hidden states before the final norm."""
+        ctx.save_for_backward(x)
+        ctx.stack, ctx.saved, ctx.needed = stack, Saved(x, stack.techniques.offload), []
+        last = len(stack.layers) - 1
+        for number, layer in enumerate(stack.layers):
+            flats, needed = stack.attention(layer, x)
+            ctx.needed.append(needed)
+            if number == last:  # its backward comes first, with room for this
+                ctx.kept = {last: x} if last else {}
+            x = stack.finish_all(layer, x, flats, x if 0 < number < last else None)
+            ctx.saved.put(flats)
+            del flats
+        return x
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d):
+        stack, saved, needed = ctx.stack, ctx.saved, ctx.needed
+        kept = {0: ctx.saved_tensors[0]} | ctx.kept
+        ctx.saved = ctx.needed = ctx.kept = None
+        wide = torch.promote_types(d.dtype, torch.float32)
+        sums = {p: torch.zeros_like(p, dtype=wide) for p in stack.parameters}
+        d = d.contiguous()  # and from here on ours: nobody else has the hidden states' gradient
+        for number in reversed(range(len(stack.layers))):
+            x = stack.rebuild(number, kept, saved)
+            flats = saved.pop(number - 1 if number - 1 in kept else 0)
+            stack.back(stack.layers[number], x, flats, needed.pop(), d, sums)
+            del x
+        return d, None, *(sums[p].to(p.dtype) for p in stack.parameters)
+
+
+class Saved:
+    """Each layer's tensors, or with `offload` their copies in pinned host memory.
+
+    Copies run on a stream of their own, beside the kernels; one layer is fetched ahead.
+    """
+
+    def __init__(self, x, offload):
+        self.layers, self.coming = [], {}
+        self.stream = torch.cuda.Stream(x.device) if offload and x.is_cuda else None
+
+    def put(self, tensors):
+        """Keep the next layer's."""
+        if self.stream:
+            device = tensors
+            self.stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.stream):
+                tensors = [torch.empty_like(t, device="cpu", pin_memory=True) for t in device]
+                for host, tensor in zip(tensors, device, strict=True):
+                    host.copy_(tensor, non_blocking=True)
+                    tensor.record_stream(self.stream)
+        self.layers.append(tensors)
+
+    def fetch(self, number):
+        if self.stream and number < len(self.layers) and number not in self.coming:
+            with torch.cuda.stream(self.stream):
+                self.coming[number] = [
+                    host.to(self.stream.device, non_blocking=True) for host in self.layers[number]
+                ]
+
+    def get(self, number, ahead):
+        """A layer's; `ahead` is the one that will be asked for next."""
+        if not self.stream:
+            return self.layers[number]
+        self.fetch(number)
+        torch.cuda.current_stream().wait_stream(self.stream)
+        tensors = self.coming.pop(number)
+        for tensor in tensors:
+            tensor.record_stream(torch.cuda.current_stream())
+        self.fetch(ahead)
+        return tensors
+
+    def pop(self, ahead):
+        """The last layer's, which are forgotten."""
+        tensors = self.get(len(self.layers) - 1, ahead)
+        self.layers.pop()
+        return tensors

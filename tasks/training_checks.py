@@ -1,0 +1,141 @@
+"""How training is held against a single-rank run of plain PEFT: losses, gradients, parameters."""
+
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+
+from checkpoint import fingerprint
+from long_sequence import ALONE
+from ulysses_forward import sum_gradients
+from utils import all_gather, kind_of
+
+
+def base_of(model):
+    """The LlamaForCausalLM, which may be under PEFT."""
+    return model.get_base_model() if hasattr(model, "peft_config") else model
+
+
+def trained(model):
+    """{name: parameter} of what is trained."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def make_optimizer(run, model):
+    return torch.optim.Adam(trained(model).values(), run.args.lr)
+
+
+# ---------------------------------------------------------------- the checks
+
+
+def follow(run, model, loss, batches, steps, reduce=lambda tensors: None, lead=None):
+    """Some steps of training: the losses, then of each step all gradients, and what is trained.
+
+    lead: what a reference returned. After each step its parameters are taken, so that each step is
+    compared from the same start: where a gradient is next to nothing, Adam, which divides it by its
+    own size, makes a whole step of its rounding.
+    """
+    optimizer, parameters = make_optimizer(run, model), list(trained(model).values())
+    losses, values = [], []
+    for i in range(steps):
+        optimizer.zero_grad()
+        value = loss(model, batches(i))
+        value.backward()
+        reduce(parameters)
+        losses.append(value.detach())
+        values += [p.grad.clone() for p in parameters]
+        optimizer.step()
+        values += [p.detach().clone() for p in parameters]
+        for at, parameter in enumerate(parameters if lead else []):
+            parameter.data.copy_(lead[1 + len(values) - len(parameters) + at][0])
+    return [torch.stack(losses), *values]
+
+
+def whole_loss(model, ids):
+    """The single rank's objective: what PEFT and Hugging Face make of labels."""
+    return model(input_ids=ids, labels=ids).loss
+
+
+def next_token_loss(logits, labels, vocab_size, **kwargs):
+    """Hugging Face's loss, which is float32 even in float64, without that."""
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+def check_training(run, model, reference, loss, batches, recomputes=None):
+    """The first steps of the very training that follows, beside a single-rank run's: the losses.
+
+    reference: on rank 0, the same model and adapter, whole. loss(model, ids, techniques=...): this
+    rank's part. recomputes: how often a layer should run in a step, if that can be counted.
+    """
+    steps, names = min(run.args.check_steps, run.args.steps), list(trained(model))
+    if run.rank == 0 and run.dtype == torch.float64:
+        base_of(reference).loss_function = next_token_loss
+    references = run.references(reference)
+    before = {name: p.detach().clone() for name, p in trained(model).items()}
+
+    expected = run.expect(lambda m: follow(run, m, whole_loss, batches, steps), references)
+    calls = []
+    layer = base_of(model).model.layers[0]  # a hook before, since recomputing stops early
+    hook = layer.mlp.register_forward_pre_hook(lambda *_: calls.append(1.0))
+    reduce = partial(sum_gradients, group=run.group)
+    actual = follow(run, model, loss, batches, steps, reduce, expected)
+    hook.remove()
+    if recomputes:
+        runs = torch.tensor(calls).sum() / steps
+        run.say(f"forwards of a layer in a step: {runs.item():g}, of {recomputes} expected")
+        expected_runs = torch.full_like(runs, recomputes)
+        run.check("forwards of a layer in a step", [(runs, expected_runs)], 0.0)
+    actual[0] = all_gather(actual[0], run.group).sum(0)
+    run.show("Reference losses", expected[0][0], ranks="0")
+    run.show("SParallel losses", actual[0])
+    run.check("losses", [(actual[0], *expected[0])])
+
+    count, layers = len(names), run.source.config.num_hidden_layers
+    kinds = {}
+    for at, name in enumerate(names):
+        kinds.setdefault(kind_of(name), []).append(at)
+    for kind, members in kinds.items():
+        grads = [[1 + 2 * step * count + at for step in range(steps)] for at in members]
+        pairs = [(actual[i], *expected[i]) for of_one in grads for i in of_one]
+        run.check(f"{kind} grad", pairs, layers=layers)
+        pairs, bound = [], None
+        for of_one in grads:
+            sizes = torch.stack([expected[i][0].abs() for i in of_one])
+            clear = (sizes > 0.1 * sizes.amax()).all(0)
+            for i in of_one:
+                values, others = actual[i + count], expected[i + count]
+                if run.dtype == torch.float32:
+                    # As in `follow`. Where gradients are above a tenth of the largest, they may be
+                    # off by 10 times their tolerance, and so may Adam's two means of them and the
+                    # step, of --lr; and each step rounds.
+                    values = torch.where(clear, values, others[0])
+                    rounding = 2**-23 * values.abs().max().item()
+                    bound = max(bound or 0, 2e-4 * layers * run.args.lr + rounding)
+                pairs.append((values, *others))
+        run.check(f"{kind} after a step", pairs, bound)
+    restore(model, before)
+    for name, techniques in ALONE.items() if recomputes is None else ():
+        # Tiles of some seven tokens, so that there are several.
+        loss_alone = partial(loss, techniques=techniques(base_of(model), len(batches(0)), 7))
+        mine = follow(run, model, loss_alone, batches, 1, reduce)
+        restore(model, before)
+        value = all_gather(mine[0], run.group).sum(0)
+        run.check(f"{name}: loss", [(value, *(e[:1] for e in expected[0]))])
+        pairs = [(mine[i], *expected[i]) for i in range(1, 1 + count)]
+        run.check(f"{name}: gradients", pairs, layers=layers)
+    return actual[0]
+
+
+@torch.no_grad()
+def restore(model, values):
+    """Set what is trained to values, {name: tensor}."""
+    for name, parameter in trained(model).items():
+        parameter.copy_(values[name])
+
+
+def check_replicas(run, parameters, when):
+    """The trained parameters are the same on all ranks, by their SHA-256, which is returned."""
+    digest = fingerprint(parameters.values())
+    numbers = torch.tensor(list(bytes.fromhex(digest)), device=run.device)
+    run.check_same_bits(f"hash of what is trained, {when}", numbers)
+    return digest

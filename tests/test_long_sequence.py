@@ -1,0 +1,167 @@
+"""Task 5's techniques for long sequences: what they run, what they hold, and when they do not fit.
+
+That they change no gradient is checked by the script itself, here on 1 to 4 ranks.
+"""
+
+import copy
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
+from torch.profiler import ProfilerActivity, profile
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import launch
+from loading import compute_in_float64
+from long_sequence import ALONE, Techniques, plan_rounds, possible, sequence_loss
+
+SCRIPT = launch.TASKS / "ulysses_finetune.py"
+
+
+@pytest.mark.parametrize(("peft", "nproc"), [("lora", 1), ("prompt", 2), ("lora", 2),
+                                             ("prompt", 3), ("lora", 4)])  # fmt: skip
+def test_float64(peft, nproc, tmp_path, odd_llama):
+    """Each technique alone and all together, a batch of 2, a prime length, odd numbers of heads."""
+    args = ["--model", odd_llama, "--dtype", "float64", "--peft", peft, "--batch-size", 2]
+    args += ["--seq-len", 43, "--num-virtual-tokens", 4, "--steps", 1, "--check-steps", 1]
+    result = launch.ranks(SCRIPT, *args, nproc=nproc, folder=tmp_path)
+    assert result.code == 0, result.tail()
+    for name in ALONE:
+        assert f"check {name}: loss" in result.out and f"check {name}: gradients" in result.out
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """A process group of one."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def small_llama(**settings):
+    torch.manual_seed(0)
+    settings = dict(
+        vocab_size=61, hidden_size=24, intermediate_size=40, num_hidden_layers=5,
+        num_attention_heads=6, num_key_value_heads=2, head_dim=4, **settings,
+    )  # fmt: skip
+    return LlamaForCausalLM(LlamaConfig(**settings)).train()
+
+
+def run_step(model, techniques, group, length=29):
+    torch.manual_seed(1)
+    embeddings = torch.randn(1, length, model.config.hidden_size, dtype=model.dtype)
+    embeddings.requires_grad_()
+    targets = torch.randint(-1, 61, (1, length))
+    targets[targets == -1] = -100
+    loss = sequence_loss(model, embeddings, targets, length, group, techniques)
+    loss.backward()
+    return loss, embeddings.grad
+
+
+@pytest.mark.parametrize(("backward", "times"), [("saved-outputs", 1), ("plain", 1)])
+def test_attention_is_run_once(backward, times, alone):
+    """The forward kernel runs once for each layer and group of heads, its backward too."""
+    model = small_llama()
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        run_step(model, Techniques(backward, head_groups=backward != "plain"), alone)
+    calls = {event.key: event.count for event in profiler.key_averages()}
+    kernel = "aten::_scaled_dot_product_flash_attention_for_cpu"
+    rounds = 2 if backward != "plain" else 1
+    assert calls[kernel] == 5 * rounds * times and calls[kernel + "_backward"] == 5 * rounds
+
+
+def test_few_layers_are_built_twice(alone, monkeypatch):
+    """What layers free takes hidden states: far fewer than the L (L - 1) / 2 without."""
+    from long_sequence import Stack
+
+    calls, plain = [], Stack.finish_all
+    monkeypatch.setattr(Stack, "finish_all", lambda *args: calls.append(1) or plain(*args))
+    for layers, most in ((1, 0), (2, 0), (5, 6), (16, 32)):
+        calls.clear()
+        model = small_llama()
+        model.model.layers.extend(copy.deepcopy(model.model.layers[0]) for _ in range(layers - 5))
+        del model.model.layers[layers:]
+        run_step(model, Techniques(), alone)
+        assert layers <= len(calls) <= layers + most, (layers, len(calls))
+
+
+def test_heads_in_a_round(odd_llama):
+    """Every query head once, with its KV head; no more than a group's on all ranks together."""
+    for N, K in ((8, 2), (6, 3), (12, 3), (5, 5), (8, 1)):
+        config = SimpleNamespace(num_attention_heads=N, num_key_value_heads=K)
+        for ranks in range(1, N + 1):
+            rounds = plan_rounds(config, ranks, True)
+            heads = [(q, k) for turn in rounds for q, k in turn if q[1] > q[0]]
+            seen = sorted(head for q, _ in heads for head in range(*q))
+            assert seen == list(range(N))
+            assert all(head // (N // K) == k[0] and k[1] == k[0] + 1
+                       for q, k in heads for head in range(*q))  # fmt: skip
+            for turn in rounds:
+                assert sum(q[1] - q[0] for q, _ in turn) <= max(N // K, ranks)
+
+
+def lora(model, **settings):
+    return get_peft_model(model, LoraConfig(target_modules=["q_proj", "o_proj"], **settings))
+
+
+OBSTACLES = {
+    "attention has dropout": lambda: small_llama(attention_dropout=0.1),
+    "a layer has dropout": lambda: lora(small_llama(), lora_dropout=0.1).get_base_model(),
+    "a projection is neither linear nor LoRA": lambda: lora(
+        small_llama(), use_dora=True
+    ).get_base_model(),
+}
+
+
+@pytest.mark.parametrize("why", OBSTACLES)
+def test_what_the_fast_path_does_not_carry(why, alone):
+    """It falls back to whole layers, recomputed, and says why; and is right."""
+    model = OBSTACLES[why]()
+    techniques, said = possible(model, Techniques())
+    assert said == why and techniques.backward == "checkpoint" and not techniques.head_groups
+    torch.manual_seed(2)
+    loss, grad = run_step(model, Techniques(), alone)
+    assert loss.isfinite() and grad.abs().sum() > 0
+
+
+def test_biases_are_carried(alone):
+    model = small_llama(attention_bias=True, mlp_bias=True).double()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    compute_in_float64(model)
+    assert possible(model, Techniques())[1] is None
+    fast = run_step(model, Techniques(tile_bytes=4096), alone)
+    weights = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    plain = run_step(model, Techniques("plain", False, False, False), alone)
+    torch.testing.assert_close(fast, plain, rtol=1e-10, atol=1e-10)
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            torch.testing.assert_close(weights[name], parameter.grad, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_out_of_memory(nproc, tmp_path):
+    """One line, with what would help; nothing hangs."""
+    args = ["--model", "random/small", "--num-layers", 2, "--steps", 1, "--check-steps", 0]
+    args += ["--memory-budget", 0.02, "--seq-len", 3000]
+    result = launch.ranks(SCRIPT, *args, nproc=nproc, folder=tmp_path)
+    assert result.code == 2 and len(result.errors()) == 1, result.tail()
+    assert "out of memory" in result.errors()[0] and "Traceback" not in result.err
+
+
+def test_memory_does_not_grow_with_the_logits(tmp_path):
+    """300 tokens more take a small part of what their logits alone would."""
+    peaks = []
+    for length in (300, 600):
+        path = tmp_path / f"{length}.json"
+        args = ["--model", "random/small", "--steps", 1, "--check-steps", 0, "--json", path]
+        args += ["--seq-len", length, "--memory-budget", 0.1]
+        result = launch.ranks(SCRIPT, *args, nproc=1, folder=tmp_path)
+        assert result.code == 0, result.tail()
+        results = json.loads(path.read_text())["results"]
+        peaks.append(results["peak_memory_bytes"][0] - results["idle_memory_bytes"][0])
+    assert peaks[1] - peaks[0] < 300 * 32000 * 4 / 2, peaks
