@@ -8,12 +8,13 @@ BIN := .venv/bin
 FOUND = $(shell grep -l '__name__ == "__main__"' tasks/*.py)
 SCRIPTS = tasks/tp_mlp.py $(filter-out tasks/tp_mlp.py,$(FOUND))
 
-.PHONY: help demo test test-all test-course bench figures tiny-llama lint clean
+.PHONY: help demo test test-all test-course bench max-seq-len figures tiny-llama lint clean
 help:
 	@echo "make demo         every task, NPROC=$(NPROC) ranks, MODEL=$(MODEL), DEVICE=$(DEVICE)"
 	@echo "make test-all     all tests; make test: the fast ones"
 	@echo "make test-course  all tests with the course's versions of transformers and peft"
 	@echo "make bench        measure speed (an hour and more); make figures: draw what was measured"
+	@echo "make max-seq-len  find the longest sequence under limits on memory (an hour)"
 	@echo "make tiny-llama   write, train and evaluate the embedded model anew"
 	@echo "make lint, make clean"
 
@@ -36,6 +37,9 @@ test-course: .venv-course/ready
 
 bench: .venv/ready
 	$(BIN)/python figures/tp_speed.py
+
+max-seq-len: .venv/ready
+	$(BIN)/python figures/longest.py
 
 figures: .venv/ready
 	$(BIN)/python figures/draw.py

@@ -11,15 +11,9 @@ layers of hidden size 256, an MLP of 1024 and 32000 words, float32, a token take
      14 KiB   with attention taken a few heads at a time, and `SavedOutputs`, which keeps of a layer
               only what its attention put out
 
-`SavedOutputs` is the layer backward that never runs attention again. Everything in a layer but
-attention treats tokens one by one:
-
-    x -> norm -> q, k, v -> attention -> o -> + o_proj(o) -> + mlp(norm) -> the next layer's x
-
-so from the outputs o of all layers (and the log-sum-exps of their softmaxes, a number a token and
-head) any layer's x can be built again from the embeddings, tile by tile, with matrix products only.
-Of attention, whose time grows with the square of the length, only the backward is run. Each layer
-that is done frees its outputs, and hidden states take that room, so that few are built twice.
+`saved_outputs.py` is the layer backward that never runs attention again: all else in a layer treats
+tokens one by one, and is built again from attention's outputs, with matrix products only. It is
+shorter in memory and, since attention is most of the time, in time than recomputing layers.
 
 Under Ulysses all of it is as on one rank: tiles are of a rank's own tokens, and the heads taken at
 a time are spread over the ranks. What travels is what travels under checkpointing.
@@ -28,7 +22,7 @@ a time are spread over the ranks. What travels is what travels under checkpointi
 loss and MLP, ALST, arXiv 2506.13996, section 3; log-sum-exps, FlashAttention-2, arXiv 2307.08691.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import zip_longest
 
@@ -40,10 +34,9 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb
 
+from saved_outputs import SavedOutputs, for_all
 from ulysses_forward import AllToAll, sum_of_losses
 from utils import share, share_heads
-
-BACKWARDS = ("saved-outputs", "checkpoint", "plain")
 
 
 @dataclass(frozen=True)
@@ -62,30 +55,6 @@ class Techniques:
     head_groups: bool = True
     offload: bool = False
     tile_bytes: int = 2**23
-
-
-def with_tiles(backward, *flags):
-    """Techniques for a model and a batch, given how many tokens a tile should have."""
-
-    def techniques(model, batch_size, tokens):
-        config, itemsize = model.config, model.dtype.itemsize
-        largest = max(mlp_bytes(config, batch_size, itemsize), config.vocab_size * max(4, itemsize))
-        return Techniques(backward, *flags, tile_bytes=tokens * largest)
-
-    return techniques
-
-
-# What is checked by itself: (backward, tiled_loss, tiled_mlp, head_groups).
-ALONE = {
-    "layers taken apart": with_tiles("plain", False, False, False),
-    "tiled loss alone": with_tiles("plain", True, False, False),
-    "tiled MLP alone": with_tiles("plain", False, True, False),
-    "head groups alone": with_tiles("plain", False, False, True),
-    "checkpointing alone": with_tiles("checkpoint", False, False, False),
-    "saved outputs alone": with_tiles("saved-outputs", False, False, False),
-    "checkpointing and tiles": with_tiles("checkpoint", True, True, True),
-    "all together": with_tiles("saved-outputs", True, True, True),
-}
 
 
 def mlp_bytes(config, batch_size, itemsize):
@@ -115,27 +84,25 @@ def sequence_loss(model, embeddings, targets, length, group, techniques):
 
 def possible(model, techniques):
     """The techniques that this model allows, and why they are fewer than asked for, or None."""
-    layers, dtype = model.model.layers, model.dtype
     why = None
     if model.training and model.config.attention_dropout:
         why = "attention has dropout"
-    for module in layers.modules():
-        if isinstance(module, nn.Dropout) and module.p:
-            why = "a layer has dropout"
-    for layer in layers:
+    for layer in model.model.layers:
         attention = layer.self_attn
+        if any(isinstance(module, nn.Dropout) and module.p for module in layer.modules()):
+            why = "a layer has dropout"
         if type(attention) is not LlamaAttention:
             why = f"attention is a {type(attention).__name__}"
         elif not all(map(sliceable, (attention.q_proj, attention.k_proj, attention.v_proj))):
             why = "a projection is neither linear nor LoRA"
-    if model.device.type == "cuda" and dtype == torch.float64:
-        why = "no GPU kernel gives log-sum-exps in float64"
-    if why and (techniques.backward == "saved-outputs" or techniques.head_groups):
-        rest = dict(tiled_loss=techniques.tiled_loss, tiled_mlp=techniques.tiled_mlp)
-        backward = "checkpoint" if techniques.backward == "saved-outputs" else techniques.backward
-        rest |= dict(offload=techniques.offload, tile_bytes=techniques.tile_bytes)
-        return Techniques(backward, head_groups=False, **rest), why
-    return techniques, None
+    on_gpu, head_dim = model.device.type == "cuda", model.model.layers[0].self_attn.head_dim
+    if on_gpu and (model.dtype == torch.float64 or head_dim % 8):
+        why = f"no GPU kernel gives log-sum-exps of {model.dtype} heads of {head_dim}"
+    saved = techniques.backward == "saved-outputs"
+    if not why or not (saved or techniques.head_groups):
+        return techniques, None
+    backward = "checkpoint" if saved else techniques.backward
+    return replace(techniques, backward=backward, head_groups=False), why
 
 
 # ---------------------------------------------------------------- the loss, tile by tile
@@ -236,47 +203,6 @@ def project(linear, x, rows):
         low_rank = F.linear(F.linear(x.to(a.dtype), a), b[rows])
         y = (y + low_rank * linear.scaling[name]).to(y.dtype)
     return y
-
-
-def for_all(keys, heads):
-    """KV heads (B, k, S, D), each as often as it has query heads; one alone takes no memory."""
-    if keys.shape[1] == 1:
-        return keys.expand(-1, heads, -1, -1)
-    return keys.repeat_interleave(heads // keys.shape[1], 1)
-
-
-def attend(q, k, v):
-    """Causal attention by the device's kernel: (B, n, S, D), GQA -> (o, what its backward needs).
-
-    The kernels are those that F.scaled_dot_product_attention chooses among, with their
-    log-sum-exps.
-    """
-    k, v = (for_all(t, q.shape[1]) for t in (k, v))
-    aten = torch.ops.aten
-    if q.device.type == "cpu":
-        return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
-    if q.dtype == torch.float32:
-        return aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, True)
-    return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[:8]
-
-
-def attend_backward(grad, q, k, v, o, lse, *rest):
-    """The gradients of q, k, v, from what `attend` gave; it is not run again."""
-    keys = k.shape[1]
-    k, v = (for_all(t, q.shape[1]) for t in (k, v))
-    aten = torch.ops.aten
-    if q.device.type == "cpu":
-        backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
-        dq, dk, dv = backward(grad, q, k, v, o, lse, 0.0, True)
-    elif q.dtype == torch.float32:
-        backward = aten._scaled_dot_product_efficient_attention_backward
-        wanted = [True, True, True, False]
-        dq, dk, dv, _ = backward(grad, q, k, v, None, o, lse, *rest, 0.0, wanted, True)
-    else:
-        cumulative_and_largest, seeds = rest[:4], rest[4:]
-        backward = aten._scaled_dot_product_flash_attention_backward
-        dq, dk, dv = backward(grad, q, k, v, o, lse, *cumulative_and_largest, 0.0, True, *seeds)
-    return dq, *(t.unflatten(1, (keys, -1)).sum(2) for t in (dk, dv))
 
 
 # ---------------------------------------------------------------- the layers
@@ -417,195 +343,3 @@ class Stack:
             for both in zip(x.split(size, 1), o.split(size, 1), strict=True)
         ]
         return torch.cat(parts, dim=1)
-
-    # ------------------------------------------------ without: what `SavedOutputs` is made of
-
-    def heads_of_all(self, layer, x, turn):
-        """q, k and v of this rank's heads of a round, of all tokens, (B, heads, S, D)."""
-        counts = self.counts(turn, keys=2)
-        flat = x.new_empty(sum(self.sizes(counts)[0]))
-        views = self.pieces(flat, counts)
-        for at in self.tiles:
-            for view, piece in zip(views, self.heads_of(layer, x[:, at], at, turn), strict=True):
-                view[at] = piece
-        (first, stop), (key, end) = turn[self.rank]
-        heads = self.to_heads(flat, counts)
-        return heads.split([stop - first, end - key, end - key], dim=1)
-
-    def attention(self, layer, x):
-        """Attention's outputs, a flat tensor a round, and of each what its backward needs."""
-        flats, needed = [], []
-        for turn in self.rounds:
-            q, k, v = self.heads_of_all(layer, x, turn)
-            o, *rest = attend(q, k, v) if q.shape[1] else (q,)
-            del q, k, v
-            flats.append(self.to_tokens(o, counts=self.counts(turn)))
-            needed.append(rest)
-        return flats, needed
-
-    def views(self, flats):
-        """The pieces of all rounds, `in_order`."""
-        pairs = zip(flats, self.rounds, strict=True)
-        return self.in_order([self.pieces(flat, self.counts(turn)) for flat, turn in pairs])
-
-    def finish_all(self, layer, x, flats, into=None):
-        """`finish`, tile by tile, into a new tensor or over x itself."""
-        out, pieces = torch.empty_like(x) if into is None else into, self.views(flats)
-        for at in self.tiles:
-            out[:, at] = self.finish(layer, x[:, at], self.outputs(pieces, at))
-        return out
-
-    def rebuild(self, number, kept, saved):
-        """The hidden states before a layer, from the nearest below that are `kept`.
-
-        kept: {layer: hidden states}, 0 always. Each layer that is done has freed its outputs: in
-        their room, hidden states on the way are kept for the layers still to come.
-        """
-        start = max(at for at in kept if at <= number)
-        if start == number:
-            return kept[0] if number == 0 else kept.pop(number)
-        x, steps = kept[start], number - start
-        free = int((len(self.layers) - 1 - number) * self.room) - (len(kept) - 1)
-        some = min(max(free, 0), steps - 1)
-        keep = {start + steps * (i + 1) // (some + 1) for i in range(some)}
-        for at in range(start, number):
-            flats = saved.get(at, at + 1)
-            x = self.finish_all(self.layers[at], x, flats, None if at in kept else x)
-            if at + 1 in keep:
-                kept[at + 1] = x
-        return x
-
-    def back(self, layer, x, flats, needed, d, sums):
-        """Turn d, the gradient behind a layer, into that before it, in place; `attend` is not run.
-
-        sums: {parameter: its gradient}, which is added to. flats and needed are freed on the way.
-        """
-        parameters = [p for p in layer.parameters() if p.requires_grad]
-
-        def gradients(outputs, inputs, grads):
-            inputs_and = [*inputs, *parameters]
-            found = torch.autograd.grad(outputs, inputs_and, grads, allow_unused=True)
-            for parameter, grad in zip(parameters, found[len(inputs) :], strict=True):
-                if grad is not None:
-                    sums[parameter] += grad
-            return found[: len(inputs)]
-
-        grads = [torch.empty_like(flat) for flat in flats]  # of attention's outputs
-        pieces, targets = self.views(flats), self.views(grads)
-        for at in self.tiles:
-            h, o = x[:, at].detach().requires_grad_(), self.outputs(pieces, at).requires_grad_()
-            with torch.enable_grad():
-                y = self.finish(layer, h, o)
-            d[:, at], do = gradients(y, [h, o], d[:, at])
-            do = do.unflatten(2, (-1, self.D)).transpose(0, 1)
-            for view, part in zip(targets, do.split([t.shape[2] for t in targets], 2), strict=True):
-                view[at] = part
-        del pieces, targets, view, y, do
-
-        for i, turn in enumerate(self.rounds):
-            counts = self.counts(turn)
-            q, k, v = self.heads_of_all(layer, x, turn)
-            o, flats[i] = self.to_heads(flats[i], counts), None
-            do, grads[i] = self.to_heads(grads[i], counts), None
-            if q.shape[1]:
-                q, k, v = attend_backward(do, q, k, v, o, *needed[i])  # their gradients
-            del o, do
-            needed[i] = None
-            counts = self.counts(turn, keys=2)
-            flat = self.to_tokens(q, k, v, counts=counts)
-            del q, k, v
-            views = self.pieces(flat, counts)
-            for at in self.tiles:
-                h = x[:, at].detach().requires_grad_()
-                with torch.enable_grad():
-                    heads = self.heads_of(layer, h, at, turn)
-                d[:, at] += gradients(heads, [h], [view[at] for view in views])[0]
-
-
-class SavedOutputs(torch.autograd.Function):
-    """All layers; of each only the outputs of attention are kept, and attention is run but once.
-
-                forward                                 backward, from the last layer to the first
-    x           attention, then the rest, tile by tile  built again, see `Stack.rebuild`
-    kept        outputs, log-sum-exps                   gradients of them; then of q, k, v
-    """
-
-    @staticmethod
-    def forward(ctx, x, stack, *parameters):
-        """x (B, S/P, H): the embeddings -> hidden states before the final norm."""
-        ctx.save_for_backward(x)
-        ctx.stack, ctx.saved, ctx.needed = stack, Saved(x, stack.techniques.offload), []
-        last = len(stack.layers) - 1
-        for number, layer in enumerate(stack.layers):
-            flats, needed = stack.attention(layer, x)
-            ctx.needed.append(needed)
-            if number == last:  # its backward comes first, with room for this
-                ctx.kept = {last: x} if last else {}
-            x = stack.finish_all(layer, x, flats, x if 0 < number < last else None)
-            ctx.saved.put(flats)
-            del flats
-        return x
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, d):
-        stack, saved, needed = ctx.stack, ctx.saved, ctx.needed
-        kept = {0: ctx.saved_tensors[0]} | ctx.kept
-        ctx.saved = ctx.needed = ctx.kept = None
-        wide = torch.promote_types(d.dtype, torch.float32)
-        sums = {p: torch.zeros_like(p, dtype=wide) for p in stack.parameters}
-        d = d.contiguous()  # and from here on ours: nobody else has the hidden states' gradient
-        for number in reversed(range(len(stack.layers))):
-            x = stack.rebuild(number, kept, saved)
-            flats = saved.pop(number - 1 if number - 1 in kept else 0)
-            stack.back(stack.layers[number], x, flats, needed.pop(), d, sums)
-            del x
-        return d, None, *(sums[p].to(p.dtype) for p in stack.parameters)
-
-
-class Saved:
-    """Each layer's tensors, or with `offload` their copies in pinned host memory.
-
-    Copies run on a stream of their own, beside the kernels; one layer is fetched ahead.
-    """
-
-    def __init__(self, x, offload):
-        self.layers, self.coming = [], {}
-        self.stream = torch.cuda.Stream(x.device) if offload and x.is_cuda else None
-
-    def put(self, tensors):
-        """Keep the next layer's."""
-        if self.stream:
-            device = tensors
-            self.stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self.stream):
-                tensors = [torch.empty_like(t, device="cpu", pin_memory=True) for t in device]
-                for host, tensor in zip(tensors, device, strict=True):
-                    host.copy_(tensor, non_blocking=True)
-                    tensor.record_stream(self.stream)
-        self.layers.append(tensors)
-
-    def fetch(self, number):
-        if self.stream and number < len(self.layers) and number not in self.coming:
-            with torch.cuda.stream(self.stream):
-                self.coming[number] = [
-                    host.to(self.stream.device, non_blocking=True) for host in self.layers[number]
-                ]
-
-    def get(self, number, ahead):
-        """A layer's; `ahead` is the one that will be asked for next."""
-        if not self.stream:
-            return self.layers[number]
-        self.fetch(number)
-        torch.cuda.current_stream().wait_stream(self.stream)
-        tensors = self.coming.pop(number)
-        for tensor in tensors:
-            tensor.record_stream(torch.cuda.current_stream())
-        self.fetch(ahead)
-        return tensors
-
-    def pop(self, ahead):
-        """The last layer's, which are forgotten."""
-        tensors = self.get(len(self.layers) - 1, ahead)
-        self.layers.pop()
-        return tensors

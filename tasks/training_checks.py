@@ -6,9 +6,33 @@ import torch
 import torch.nn.functional as F
 
 from checkpoint import fingerprint
-from long_sequence import ALONE
+from long_sequence import Techniques, mlp_bytes
 from ulysses_forward import sum_gradients
 from utils import all_gather, kind_of
+
+
+def with_tiles(backward, *flags):
+    """Techniques for a model and a batch, given how many tokens a tile should have."""
+
+    def techniques(model, batch_size, tokens):
+        config, itemsize = model.config, model.dtype.itemsize
+        largest = max(mlp_bytes(config, batch_size, itemsize), config.vocab_size * max(4, itemsize))
+        return Techniques(backward, *flags, tile_bytes=tokens * largest)
+
+    return techniques
+
+
+# What is checked by itself: (backward, tiled_loss, tiled_mlp, head_groups).
+ALONE = {
+    "layers taken apart": with_tiles("plain", False, False, False),
+    "tiled loss alone": with_tiles("plain", True, False, False),
+    "tiled MLP alone": with_tiles("plain", False, True, False),
+    "head groups alone": with_tiles("plain", False, False, True),
+    "checkpointing alone": with_tiles("checkpoint", False, False, False),
+    "saved outputs alone": with_tiles("saved-outputs", False, False, False),
+    "checkpointing and tiles": with_tiles("checkpoint", True, True, True),
+    "all together": with_tiles("saved-outputs", True, True, True),
+}
 
 
 def base_of(model):

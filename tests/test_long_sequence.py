@@ -15,8 +15,10 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import launch
+import saved_outputs
 from loading import compute_in_float64
-from long_sequence import ALONE, Techniques, plan_rounds, possible, sequence_loss
+from long_sequence import Techniques, plan_rounds, possible, sequence_loss
+from training_checks import ALONE
 
 SCRIPT = launch.TASKS / "ulysses_finetune.py"
 
@@ -75,10 +77,8 @@ def test_attention_is_run_once(backward, times, alone):
 
 def test_few_layers_are_built_twice(alone, monkeypatch):
     """What layers free takes hidden states: far fewer than the L (L - 1) / 2 without."""
-    from long_sequence import Stack
-
-    calls, plain = [], Stack.finish_all
-    monkeypatch.setattr(Stack, "finish_all", lambda *args: calls.append(1) or plain(*args))
+    calls, plain = [], saved_outputs.finish_all
+    monkeypatch.setattr(saved_outputs, "finish_all", lambda *a: calls.append(1) or plain(*a))
     for layers, most in ((1, 0), (2, 0), (5, 6), (16, 32)):
         calls.clear()
         model = small_llama()

@@ -377,23 +377,23 @@ BUGS = {
         "prompt[:, : len(prompt[0, first:stop])].to", "losses",
     ),
     "virtual tokens are no positions": (
-        "ulysses_finetune", 2, "ulysses_finetune.py", "torch.arange(first, stop, device",
-        "torch.arange(0, stop - first, device", "losses",
+        "ulysses_finetune --no-long-sequence", 2, "ulysses_finetune.py",
+        "torch.arange(first, stop, device", "torch.arange(0, stop - first, device", "losses",
     ),
     "the text's labels are shifted twice": (
         "ulysses_finetune", 2, "ulysses_finetune.py", "(ids, (n, 1), value=-100)[:, 1:]",
         "(ids, (n, 2), value=-100)[:, 2:]", "losses",
     ),
     "a mean of means while training": (
-        "ulysses_finetune", 2, "ulysses_finetune.py", "/ (targets != -100).sum()",
-        "/ (targets[:, first:stop] != -100).sum() / group.size()", "losses",
+        "ulysses_finetune", 2, "ulysses_finetune.py", "count = (targets != -100).sum()",
+        "count = (targets[:, first:stop] != -100).sum() * group.size()", "losses",
     ),
     "the adapter's gradients are averaged": (
         "ulysses_finetune", 3, "ulysses_forward.py", "dist.all_reduce(flat, group=group)",
         "dist.all_reduce(flat.div_(group.size()), group=group)", "grad",
     ),
     "another learning rate": (
-        "ulysses_finetune", 2, "ulysses_finetune.py", "trained(model).values(), run.args.lr",
+        "ulysses_finetune", 2, "training_checks.py", "trained(model).values(), run.args.lr",
         "trained(model).values(), run.args.lr * (1 + ('Sequence' in str(type(base_of(model))))"
         " / 100)", "after a step",
     ),
@@ -406,12 +406,50 @@ BUGS = {
         "sum_gradients(parameters.values(), run.group)", "pass", "hash of what is trained, after",
     ),
     "trained from where the check ended": (
-        "ulysses_finetune", 2, "ulysses_finetune.py", "parameter.copy_(before[name])", "pass",
-        "losses of the training, as checked",
+        "ulysses_finetune --no-long-sequence", 2, "training_checks.py",
+        "parameter.copy_(values[name])", "pass", "losses of the training, as checked",
     ),
     "nothing is recomputed, in eval mode": (
         "ulysses_finetune --gradient-checkpointing", 2, "ulysses_finetune.py",
         "return model.train()", "return model.eval()", "forwards of a layer",
+    ),
+    "a token without label has a loss": (
+        "ulysses_finetune", 2, "long_sequence.py", "(targets[rows] != -100)",
+        "(targets[rows] != -1)", "losses",
+    ),
+    "the tiled loss's gradient is of the sum": (
+        "ulysses_finetune", 2, "long_sequence.py", "g if g is None else g.mul_(grad)", "g", "grad",
+    ),
+    "heads of several rounds are mixed up": (
+        "ulysses_finetune", 2, "long_sequence.py", "in sorted(pairs, key=lambda pair: pair[0])",
+        "in pairs", "losses",
+    ),
+    "positions are each rank's own": (
+        "ulysses_finetune", 2, "long_sequence.py", "torch.arange(self.first + at.start, self.first",
+        "torch.arange(at.start, 0", "losses",
+    ),
+    "kept hidden states are written over": (
+        "ulysses_finetune", 1, "saved_outputs.py", "None if at in kept else x)", "x)", "grad",
+    ),
+    "only the last round trains LoRA": (
+        "ulysses_finetune --peft lora", 2, "saved_outputs.py", "sums[parameter] += grad",
+        "sums[parameter] = grad", "grad",
+    ),
+    "LoRA is not scaled": (
+        "ulysses_finetune --peft lora", 1, "long_sequence.py", "low_rank * linear.scaling[name]",
+        "low_rank", "losses",
+    ),
+    "layers taken apart, and not causal": (
+        "ulysses_finetune", 2, "long_sequence.py", "is_causal=True", "is_causal=False",
+        "layers taken apart: loss",
+    ),
+    "tiles put together the wrong way": (
+        "ulysses_finetune", 2, "long_sequence.py", "torch.cat(parts, dim=1)",
+        "torch.cat(parts[::-1], dim=1)", "tiled MLP alone: loss",
+    ),
+    "the first heads in every round": (
+        "ulysses_finetune", 1, "long_sequence.py", "self.heads_of(layer, x, whole, turn)",
+        "self.heads_of(layer, x, whole, self.rounds[0])", "head groups alone: loss",
     ),
 }  # fmt: skip
 

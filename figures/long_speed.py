@@ -1,0 +1,77 @@
+"""How long a step of prompt tuning takes at 16,384 tokens, beside checkpointing, in turns.
+
+    OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 2 figures/long_speed.py \\
+        --model random/small --json figures/long_speed.json
+
+One process, with as many threads as all ranks: layers recomputed, loss and MLP in tiles; the same
+process with what `tasks/long_sequence.py` does; and that on all ranks. After a check that all three
+give the same loss.
+"""
+
+import statistics
+import sys
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tasks"))
+
+from long_sequence import Techniques
+from training_checks import trained
+from ulysses_finetune import load, shard_loss
+from ulysses_forward import sequence_parallelize, sum_gradients
+from utils import interleave, make_parser, median_ratio, positive, start
+
+
+def main():
+    parser = make_parser(__doc__)
+    add = parser.add_argument
+    add("--seq-len", type=positive, default=16384, help="tokens and virtual tokens; default 16384")
+    add("--num-virtual-tokens", type=positive, default=32, help="default 32")
+    add("--repeats", type=positive, default=7, help="timed steps of each; default 7")
+    parser.set_defaults(model="random/small")
+    args = parser.parse_args()
+    args.peft, args.gradient_checkpointing = "prompt", False
+    with start(args) as run:
+        model = run.together(lambda: load(run, lambda m: sequence_parallelize(m, run.group)))
+        length = args.seq_len - args.num_virtual_tokens
+        ids = run.from_rank0(torch.randint(run.source.config.vocab_size, (1, length)))
+        alone, own_threads = dist.new_group([0]), torch.get_num_threads()
+        losses, parameters = {}, list(trained(model).values())
+
+        def step(name, group, techniques):
+            if group is run.group or run.rank == 0:
+                torch.set_num_threads(own_threads * (run.world_size // group.size()))
+                loss = shard_loss(model, ids, group, techniques)
+                loss.backward()
+                sum_gradients(parameters, group)
+                model.zero_grad()
+                losses[name] = loss.detach()
+                torch.set_num_threads(own_threads)
+            yield "step"
+
+        checkpointing = Techniques("checkpoint", head_groups=False)
+        ranks = f"long_sequence.py, {run.world_size} rank(s)"
+        contenders = {
+            "checkpointing, tiled loss and MLP": (alone, checkpointing),
+            "long_sequence.py": (alone, Techniques()),
+            ranks: (run.group, Techniques()),
+        }
+        steps = {name: partial(step, name, *how) for name, how in contenders.items()}
+        seconds = interleave(run, steps, args.repeats, warmup=1)
+        baseline = next(iter(contenders))
+        dist.all_reduce(losses[ranks])
+        for name in contenders:
+            values = [run.from_rank0(losses.get(which)) for which in (name, baseline)]
+            run.check(f"loss: {name}", [values])
+            laps = seconds[name]["step"]
+            ratio, least, most = median_ratio(laps, seconds[baseline]["step"])
+            run.say(f"{name}: {statistics.median(laps):.2f} s a step, {ratio:.2f} "
+                    f"({least:.2f} to {most:.2f}) of the first")  # fmt: skip
+            run.results[name] = {"step_s": laps}
+
+
+if __name__ == "__main__":
+    main()

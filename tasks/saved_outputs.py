@@ -1,0 +1,265 @@
+"""The layer backward that never runs attention again: point 6 of `long_sequence.py`.
+
+Everything in a layer but attention treats tokens one by one:
+
+    x -> norm -> q, k, v -> attention -> o -> + o_proj(o) -> + mlp(norm) -> the next layer's x
+
+so from the outputs o of all layers (and the log-sum-exps of their softmaxes, a number a token and
+head) any layer's x can be built again from the embeddings, tile by tile, with matrix products only.
+Of attention, whose time grows with the square of the length, only the backward is run: it needs q,
+k and v, which are built from x, and o and the log-sum-exps, which are kept. (FlashAttention-2,
+arXiv 2307.08691, section 3.1, has both passes.)
+
+What takes tokens apart and puts heads together, on one rank or many, is `long_sequence.Stack`.
+"""
+
+import torch
+from torch.autograd.function import once_differentiable
+
+
+class SavedOutputs(torch.autograd.Function):
+    """All layers; of each only the outputs of attention are kept, and attention is run but once.
+
+                forward                                 backward, from the last layer to the first
+    x           attention, then the rest, tile by tile  built again, see `rebuild`
+    kept        outputs, log-sum-exps                   gradients of them; then of q, k, v
+    """
+
+    @staticmethod
+    def forward(ctx, x, stack, *parameters):
+        """x (B, S/P, H): the embeddings -> hidden states before the final norm."""
+        ctx.save_for_backward(x)
+        ctx.stack, ctx.saved, ctx.needed = stack, Saved(x, stack.techniques.offload), []
+        last = len(stack.layers) - 1
+        for number, layer in enumerate(stack.layers):
+            flats, needed = attention(stack, layer, x)
+            ctx.needed.append(needed)
+            if number == last:  # its backward comes first, with room for this
+                ctx.kept = {last: x} if last else {}
+            x = finish_all(stack, layer, x, flats, x if 0 < number < last else None)
+            ctx.saved.put(flats)
+            del flats
+        return x
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d):
+        stack, saved, needed = ctx.stack, ctx.saved, ctx.needed
+        kept = {0: ctx.saved_tensors[0]} | ctx.kept
+        ctx.saved = ctx.needed = ctx.kept = None
+        wide = torch.promote_types(d.dtype, torch.float32)
+        sums = {p: torch.zeros_like(p, dtype=wide) for p in stack.parameters}
+        d = d.contiguous()  # and from here on ours: nobody else has the hidden states' gradient
+        for number in reversed(range(len(stack.layers))):
+            x = rebuild(stack, number, kept, saved)
+            ahead = max((at for at in kept if at < number), default=number)
+            flats = saved.pop(ahead)
+            back(stack, stack.layers[number], x, flats, needed.pop(), d, sums)
+            del x
+        return d, None, *(sums[p].to(p.dtype) for p in stack.parameters)
+
+
+# ---------------------------------------------------------------- a layer, forward and backward
+
+
+def heads_of_all(stack, layer, x, turn):
+    """q, k and v of this rank's heads of a round, of all tokens, (B, heads, S, D)."""
+    counts = stack.counts(turn, keys=2)
+    flat = x.new_empty(sum(stack.sizes(counts)[0]))
+    views = stack.pieces(flat, counts)
+    for at in stack.tiles:
+        for view, piece in zip(views, stack.heads_of(layer, x[:, at], at, turn), strict=True):
+            view[at] = piece
+    (first, stop), (key, end) = turn[stack.rank]
+    heads = stack.to_heads(flat, counts)
+    return heads.split([stop - first, end - key, end - key], dim=1)
+
+
+def attention(stack, layer, x):
+    """Attention's outputs, a flat tensor a round, and of each what its backward needs."""
+    flats, needed = [], []
+    for turn in stack.rounds:
+        q, k, v = heads_of_all(stack, layer, x, turn)
+        o, *rest = attend(q, k, v) if q.shape[1] else (q,)
+        del q, k, v
+        flats.append(stack.to_tokens(o, counts=stack.counts(turn)))
+        needed.append(rest)
+    return flats, needed
+
+
+def pieces_of(stack, flats):
+    """The pieces of all rounds, `in_order`."""
+    pairs = zip(flats, stack.rounds, strict=True)
+    return stack.in_order([stack.pieces(flat, stack.counts(turn)) for flat, turn in pairs])
+
+
+def finish_all(stack, layer, x, flats, into=None):
+    """`finish`, tile by tile, into a new tensor or over x itself."""
+    out, pieces = torch.empty_like(x) if into is None else into, pieces_of(stack, flats)
+    for at in stack.tiles:
+        out[:, at] = stack.finish(layer, x[:, at], stack.outputs(pieces, at))
+    return out
+
+
+def rebuild(stack, number, kept, saved):
+    """The hidden states before a layer, from the nearest below that are `kept`.
+
+    kept: {layer: hidden states}, 0 always. Each layer that is done has freed its outputs: in
+    their room, hidden states on the way are kept for the layers still to come.
+    """
+    start = max(at for at in kept if at <= number)
+    if start == number:
+        return kept[0] if number == 0 else kept.pop(number)
+    x, steps = kept[start], number - start
+    free = int((len(stack.layers) - 1 - number) * stack.room) - (len(kept) - 1)
+    some = min(max(free, 0), steps - 1)
+    keep = {start + steps * (i + 1) // (some + 1) for i in range(some)}
+    for at in range(start, number):
+        flats = saved.get(at, at + 1)
+        x = finish_all(stack, stack.layers[at], x, flats, None if at in kept else x)
+        if at + 1 in keep:
+            kept[at + 1] = x
+    return x
+
+
+def back(stack, layer, x, flats, needed, d, sums):
+    """Turn d, the gradient behind a layer, into that before it, in place; `attend` is not run.
+
+    sums: {parameter: its gradient}, which is added to. flats and needed are freed on the way.
+    """
+    parameters = [p for p in layer.parameters() if p.requires_grad]
+
+    def gradients(outputs, inputs, grads):
+        inputs_and = [*inputs, *parameters]
+        found = torch.autograd.grad(outputs, inputs_and, grads, allow_unused=True)
+        for parameter, grad in zip(parameters, found[len(inputs) :], strict=True):
+            if grad is not None:
+                sums[parameter] += grad
+        return found[: len(inputs)]
+
+    grads = [torch.empty_like(flat) for flat in flats]  # of attention's outputs
+    pieces, targets = pieces_of(stack, flats), pieces_of(stack, grads)
+    for at in stack.tiles:
+        h, o = x[:, at].detach().requires_grad_(), stack.outputs(pieces, at).requires_grad_()
+        with torch.enable_grad():
+            y = stack.finish(layer, h, o)
+        d[:, at], do = gradients(y, [h, o], d[:, at])
+        do = do.unflatten(2, (-1, stack.D)).transpose(0, 1)
+        for view, part in zip(targets, do.split([t.shape[2] for t in targets], 2), strict=True):
+            view[at] = part
+    del pieces, targets, view, y, do
+
+    for i, turn in enumerate(stack.rounds):
+        counts = stack.counts(turn)
+        q, k, v = heads_of_all(stack, layer, x, turn)
+        o, flats[i] = stack.to_heads(flats[i], counts), None
+        do, grads[i] = stack.to_heads(grads[i], counts), None
+        if q.shape[1]:
+            q, k, v = attend_backward(do, q, k, v, o, *needed[i])  # their gradients
+        del o, do
+        needed[i] = None
+        counts = stack.counts(turn, keys=2)
+        flat = stack.to_tokens(q, k, v, counts=counts)
+        del q, k, v
+        views = stack.pieces(flat, counts)
+        for at in stack.tiles:
+            h = x[:, at].detach().requires_grad_()
+            with torch.enable_grad():
+                heads = stack.heads_of(layer, h, at, turn)
+            d[:, at] += gradients(heads, [h], [view[at] for view in views])[0]
+
+
+# ---------------------------------------------------------------- attention
+
+
+def for_all(keys, heads):
+    """KV heads (B, k, S, D), each as often as it has query heads; one alone takes no memory."""
+    if keys.shape[1] == 1:
+        return keys.expand(-1, heads, -1, -1)
+    return keys.repeat_interleave(heads // keys.shape[1], 1)
+
+
+def attend(q, k, v):
+    """Causal attention by the device's kernel: (B, n, S, D), GQA -> (o, what its backward needs).
+
+    The kernels are those that F.scaled_dot_product_attention chooses among, with their
+    log-sum-exps.
+    """
+    k, v = (for_all(t, q.shape[1]) for t in (k, v))
+    aten = torch.ops.aten
+    if q.device.type == "cpu":
+        return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
+    if q.dtype == torch.float32:
+        return aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, True)
+    return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[:8]
+
+
+def attend_backward(grad, q, k, v, o, lse, *rest):
+    """The gradients of q, k, v, from what `attend` gave; it is not run again."""
+    keys = k.shape[1]
+    k, v = (for_all(t, q.shape[1]) for t in (k, v))
+    aten = torch.ops.aten
+    if q.device.type == "cpu":
+        backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
+        dq, dk, dv = backward(grad, q, k, v, o, lse, 0.0, True)
+    elif q.dtype == torch.float32:
+        backward = aten._scaled_dot_product_efficient_attention_backward
+        wanted = [True, True, True, False]
+        dq, dk, dv, _ = backward(grad, q, k, v, None, o, lse, *rest, 0.0, wanted, True)
+    else:
+        cumulative_and_largest, seeds = rest[:4], rest[4:]
+        backward = aten._scaled_dot_product_flash_attention_backward
+        dq, dk, dv = backward(grad, q, k, v, o, lse, *cumulative_and_largest, 0.0, True, *seeds)
+    return dq, *(t.unflatten(1, (keys, -1)).sum(2) for t in (dk, dv))
+
+
+# ---------------------------------------------------------------- where it is kept
+
+
+class Saved:
+    """Each layer's tensors, or with `offload` their copies in pinned host memory.
+
+    Copies run on a stream of their own, beside the kernels; one layer is fetched ahead.
+    """
+
+    def __init__(self, x, offload):
+        self.layers, self.coming = [], {}
+        self.stream = torch.cuda.Stream(x.device) if offload and x.is_cuda else None
+
+    def put(self, tensors):
+        """Keep the next layer's."""
+        if self.stream:
+            device = tensors
+            self.stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.stream):
+                tensors = [torch.empty_like(t, device="cpu", pin_memory=True) for t in device]
+                for host, tensor in zip(tensors, device, strict=True):
+                    host.copy_(tensor, non_blocking=True)
+                    tensor.record_stream(self.stream)
+        self.layers.append(tensors)
+
+    def fetch(self, number):
+        if number not in self.coming:
+            with torch.cuda.stream(self.stream):
+                self.coming[number] = [
+                    host.to(self.stream.device, non_blocking=True) for host in self.layers[number]
+                ]
+
+    def get(self, number, ahead):
+        """A layer's; `ahead` is the one that will be asked for next."""
+        if not self.stream:
+            return self.layers[number]
+        self.fetch(number)
+        torch.cuda.current_stream().wait_stream(self.stream)
+        tensors = self.coming.pop(number)
+        for tensor in tensors:
+            tensor.record_stream(torch.cuda.current_stream())
+        if ahead != number:
+            self.fetch(ahead)
+        return tensors
+
+    def pop(self, ahead):
+        """The last layer's, which are forgotten."""
+        tensors = self.get(len(self.layers) - 1, ahead)
+        self.layers.pop()
+        return tensors
