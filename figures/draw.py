@@ -1,7 +1,7 @@
 """Draw the figures from the measurements beside this file.
 
-python figures/draw.py                # figures/tp_speed.json, into figures/tp_speed.png
-python figures/draw.py /tmp/mine.json # into /tmp/mine.png
+python figures/draw.py                # tp_speed.json and longest.json, each into a .png
+python figures/draw.py /tmp/mine.json # one of the two, into /tmp/mine.png
 """
 
 import argparse
@@ -82,16 +82,69 @@ def draw_tp_speed(data, path):
     print(f"wrote {path}")
 
 
+def draw_longest(data, path):
+    """The longest length of each contender on one rank; of ours by ranks; bytes a token."""
+    runs = [run for run in data["runs"] if run["found"]]
+    budgets = sorted({run["budget_mib"] for run in runs})
+    colours = dict(zip(budgets, ("#E69F00", "#0072B2", "#009E73"), strict=False))
+    figure, (bars, lines, dots) = plt.subplots(
+        1, 3, figsize=(13, 4), gridspec_kw={"width_ratios": [1.5, 1, 1]}
+    )
+    names = list(dict.fromkeys(run["contender"] for run in runs))
+    for run in runs:
+        if run["world_size"] == 1:
+            at, budget = names.index(run["contender"]), run["budget_mib"]
+            y = at + 0.4 * (budgets.index(budget) - (len(budgets) - 1) / 2)
+            bars.barh(y, run["found"], 0.36, color=colours[budget], hatch="//"[: 2 * (y < at)],
+                      edgecolor="white")  # fmt: skip
+            bars.text(run["found"] * 1.05, y, f"{run['found']:,}", va="center", fontsize=7)
+    bars.set(xscale="log", xlabel="longest sequence on one rank, positions")
+    bars.set_xlim(right=max(run["found"] for run in runs) * 2)
+    bars.set_yticks(range(len(names)), names)
+    bars.invert_yaxis()
+    for budget in budgets:
+        ours = sorted(
+            (run["world_size"], run["found"], run["estimate"]) for run in runs
+            if run["budget_mib"] == budget and run["contender"] == "ours"
+        )  # fmt: skip
+        ranks, found, estimates = zip(*ours, strict=True)
+        lines.plot(ranks, found, "o-", color=colours[budget], label=f"{budget} MiB a rank")
+        lines.plot(ranks, estimates, "kx", label="estimate" if budget == budgets[-1] else None)
+    lines.set(xscale="log", yscale="log", xlabel="ranks", ylabel="longest sequence, positions")
+    lines.set_xticks([1, 2, 4], ["1", "2", "4"])
+    lines.minorticks_off()
+    lines.legend(frameon=False)
+    for run in runs:
+        filled = run["budget_mib"] == budgets[-1]
+        dots.plot(run["predicted_bytes"] / 1024, run["measured_bytes"] / 1024, "o", ms=6,
+                  color=colours[run["budget_mib"]], mfc=None if filled else "white")  # fmt: skip
+    dots.plot([10, 1000], [10, 1000], color="black", linewidth=1)
+    dots.set(xscale="log", yscale="log", xlabel="KiB a token, predicted",
+             ylabel="KiB a token, measured at its longest")  # fmt: skip
+    for axis in (bars, lines, dots):
+        axis.spines[["top", "right"]].set_visible(False)
+    machine = data["machine"]
+    figure.suptitle(
+        f"{data['model']}, prompt tuning, {data['dtype']}; {machine['cores']} cores of "
+        f"{machine['cpu']}; torch {data['torch']}, transformers {data['transformers']}",
+        fontsize=9,
+    )
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+    print(f"wrote {path}")
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    default = HERE / "tp_speed.json"
-    parser.add_argument("file", nargs="?", type=Path, default=default, help="default %(default)s")
-    file = parser.parse_args().file
-    try:
-        data = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        parser.error(f"{file}: {error}")
-    draw_tp_speed(data, file.with_suffix(".png"))
+    parser.add_argument("files", nargs="*", type=Path, help="default those beside this script",
+                        default=[HERE / "tp_speed.json", HERE / "longest.json"])  # fmt: skip
+    for file in parser.parse_args().files:
+        try:
+            data = json.loads(file.read_text())
+        except (OSError, ValueError) as error:
+            parser.error(f"{file}: {error}")
+        draw = draw_tp_speed if "prompt_tokens" in data else draw_longest
+        draw(data, file.with_suffix(".png"))
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ a time are spread over the ranks. What travels is what travels under checkpointi
 loss and MLP, ALST, arXiv 2506.13996, section 3; log-sum-exps, FlashAttention-2, arXiv 2307.08691.
 """
 
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import zip_longest
@@ -277,8 +278,8 @@ class Stack:
         attention = layer.self_attn
         q, k = heads(attention.q_proj, queries), heads(attention.k_proj, keys)
         q, k = apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=2)
-        both = (q, queries), (k, keys), (heads(attention.v_proj, keys), keys)
-        split = [t.split([stop - first for first, stop in ranges], 2) for t, ranges in both]
+        all_three = (q, queries), (k, keys), (heads(attention.v_proj, keys), keys)
+        split = [t.split([stop - first for first, stop in ranges], 2) for t, ranges in all_three]
         return [torch.cat(three, 2).transpose(0, 1) for three in zip(*split, strict=True)]
 
     def in_order(self, rounds):
@@ -307,7 +308,7 @@ class Stack:
         for layer in self.layers:
             run = partial(self.run_layer, layer)
             if self.techniques.backward == "checkpoint":
-                with save_on_cpu(x.is_cuda) if self.techniques.offload else torch.enable_grad():
+                with save_on_cpu(x.is_cuda) if self.techniques.offload else nullcontext():
                     x = checkpoint(run, x, use_reentrant=False)
             else:
                 x = run(x)
@@ -322,12 +323,13 @@ class Stack:
             (first, stop), (key, end) = turn[self.rank]
             split = [stop - first, end - key, end - key]
             q, k, v = self.to_heads(flat, heads).split(split, dim=1)
-            # No heads: still something for autograd to save, so that recomputing, whose all-to-alls
-            # all ranks must call in one order, begins where it does on the others.
-            o = q * q.new_ones(())
             if stop > first:
                 k, v = (for_all(t, stop - first) for t in (k, v))
                 o = F.scaled_dot_product_attention(q, k, v, None, self.dropout, is_causal=True)
+            else:
+                # Something for autograd to save, as above: so that recomputing, whose all-to-alls
+                # all ranks must call in one order, begins where it does on the others.
+                o = q * q.new_ones(())
             return self.to_tokens(o, counts=self.counts(turn))
 
         def maybe(again, function, *args):

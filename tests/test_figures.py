@@ -11,6 +11,7 @@ import launch
 
 sys.path.append(str(launch.ROOT / "figures"))
 import draw
+import longest
 
 TECHNIQUES = ["hand-made", "DTensor"]
 if importlib.util.find_spec("transformers.distributed"):  # not in the course's version
@@ -38,8 +39,36 @@ def test_bytes_on_the_wire(tmp_path):
     assert result.code != 0 and "another setting" in result.err, result.tail()
 
 
-def test_drawing(tmp_path):
+@pytest.mark.parametrize("name", ["tp_speed", "longest"])
+def test_drawing(name, tmp_path):
     """The committed measurements can be drawn."""
-    data = json.loads((SPEED.parent / "tp_speed.json").read_text())
-    draw.draw_tp_speed(data, tmp_path / "speed.png")
-    assert (tmp_path / "speed.png").stat().st_size > 10_000
+    data = json.loads((SPEED.parent / f"{name}.json").read_text())
+    getattr(draw, f"draw_{name}")(data, tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("limit", [0, 45, 1000, 1040, 5000, 123456])
+@pytest.mark.parametrize("estimate", [50, 1000, 130000])
+def test_search(limit, estimate, monkeypatch):
+    """From any estimate to a length that fits, while 5 % more does not; few runs if it was good."""
+    tried = []
+
+    def fits(name, ranks, length, budget):
+        tried.append(length)
+        return {"length": length} if length <= limit else None
+
+    monkeypatch.setattr(longest, "fits", fits)
+    found, record = longest.search("ours", 1, 64, estimate)
+    if limit < 34:
+        assert (found, record) == (0, None)
+    else:
+        assert found <= limit <= found * longest.GRAIN + 1 and record == {"length": found}
+        assert len(tried) == len(set(tried))
+    if estimate * 0.95 < limit < estimate * 1.05:
+        assert len(tried) <= 3
+
+
+def test_longest_as_estimated():
+    """What is committed: all found within 10 % of the closed form."""
+    for run in json.loads((SPEED.parent / "longest.json").read_text())["runs"]:
+        assert run["found"] == pytest.approx(run["estimate"], rel=0.1), run
