@@ -36,34 +36,39 @@ OTHER = 4 * 2**20
 
 
 def hugging_face(c, ranks, e, checkpointing):
-    """Bytes a token: every activation (or one layer's, and the inputs of all), and the logits."""
+    """Bytes a token when the loss is differentiated: what all layers keep, and three times logits.
+
+    With frozen weights a linear layer keeps nothing. Kept are the inputs of two norms; q and k
+    after RoPE, v, and attention's output; the MLP's gate, its activation, and what it multiplies.
+    The logits' log-softmax, its gradient, and theirs.
+    """
     H, F, V, ND, KD = sizes(c)
-    # norm: input, in float32, scaled; q, k, v, rotated q and k; k and v for all heads; output;
-    # twice the residual sum; the second norm; gate, up, its activation, their product.
-    layer = 9 * H + 2 * ND + 2 * KD + 4 * F
-    layers = c.num_hidden_layers * (H if checkpointing else layer)
-    # Logits, their log-softmax, and on the way back the gradients of both.
-    return e * (layers + 4 * V + 4 * H)
+    layer = H if checkpointing else 2 * H + 2 * ND + 2 * KD + 3 * F
+    return e * (c.num_hidden_layers * layer + 3 * V + 3 * H)
 
 
 def ours(c, ranks, e, left_out):
-    """Bytes a token of a rank's own: when attention of the last layer is differentiated, or if
-    something is left out that takes more, when that is.
-    """
+    """Bytes for each of a rank's own tokens when the last layer's backward holds most."""
     H, F, V, ND, _ = sizes(c)
     L, D, groups = c.num_hidden_layers, c.head_dim, "head-groups" not in left_out
     N, K = c.num_attention_heads, c.num_key_value_heads
-    kept = L * (ND + N) + 2 * H  # outputs, log-sum-exps; embeddings, the last layer's input
-    if "saved-outputs" in left_out:
-        kept = (L + 1) * H
-    # Heads of all ranks in a round: queries; keys and values.
+    # Attention's outputs and their log-sum-exps; the layer's input.
+    kept = L * (ND + N) + H
+    # Heads in flight, on all ranks together.
     n, k = (max(N // K, ranks), ranks) if groups else (N, max(K, ranks))
-    # q, k, v and gradients, for all queries as the kernel has them; d, and of the outputs.
-    most = (4 * n + 2 * k) * D + H + ND
-    if "tiled-loss" in left_out:
-        most = max(most, 3 * V + 3 * H)
-    if "tiled-mlp" in left_out:
-        most = max(most, 6 * (F + H) + H + 2 * ND)
+    # The gradients behind the layer and of attention's outputs; q, k, v; dq; dk and dv, as the
+    # kernel gives them for each query head, and summed.
+    most = H + ND + (4 * n + 4 * k) * D
+    if "saved-outputs" in left_out:
+        # All layers' inputs. For one round, as autograd has it: its input's norm three times; q, k
+        # and v as they come, rotated, in one piece, sent, and their gradients; the output sent and
+        # received; the gradients of x, twice, and of all outputs.
+        kept = L * H
+        most = 3 * H + 5 * (n + 2 * k) * D + 2 * n * D + 2 * H + ND
+    if "tiled-loss" in left_out:  # three times logits; x and its gradient, before and behind a norm
+        most = max(most, 3 * V + 4 * H)
+    if "tiled-mlp" in left_out:  # d, do, o; see mlp_bytes
+        most = max(most, H + 2 * ND + 6 * (F + H))
     return e * (kept + most)
 
 

@@ -66,15 +66,15 @@ def mlp_bytes(config, batch_size, itemsize):
 def sequence_loss(model, embeddings, targets, length, group, techniques):
     """Sum of this rank's tokens' losses; as `ulysses_forward` has it, but for the memory it takes.
 
-    model: a sequence-parallel LlamaForCausalLM. embeddings: (B, S/P, H) of this rank's share of a
-    sequence of `length` tokens. targets: (B, S/P), -100 for none.
+    model: a sequence-parallel LlamaForCausalLM. embeddings(): those of this rank's share of a
+    sequence of `length` tokens, (B, S/P, H), always the same. targets: (B, S/P), -100 for none.
     """
     techniques, _ = possible(model, techniques)
-    stack = Stack(model, embeddings.shape, length, group, techniques)
+    stack = Stack(model, embeddings, len(targets), length, group, techniques)
     if techniques.backward == "saved-outputs":
-        hidden = SavedOutputs.apply(embeddings, stack, *stack.parameters)
+        hidden = SavedOutputs.apply(embeddings(), stack, *stack.parameters)
     else:
-        hidden = stack.run(embeddings)
+        hidden = stack.run(embeddings())
     norm, head = model.model.norm, model.lm_head
     if techniques.tiled_loss:
         tile = techniques.tile_bytes // (head.weight.shape[0] * max(4, hidden.element_size()))
@@ -216,15 +216,14 @@ class Stack:
     what comes from the ranks is the sequence, one after the other.
     """
 
-    def __init__(self, model, shape, length, group, techniques):
+    def __init__(self, model, embeddings, batch_size, length, group, techniques):
         self.model, self.layers, self.group = model.model, model.model.layers, group
-        self.techniques, config = techniques, model.config
-        self.B, self.mine, H = shape
-        self.S, self.D = length, self.layers[0].self_attn.head_dim
+        self.embeddings, self.techniques, config = embeddings, techniques, model.config
+        self.B, self.S, self.D = batch_size, length, self.layers[0].self_attn.head_dim
         ranks, self.rank = group.size(), group.rank()
         shares = [share(length, ranks, rank) for rank in range(ranks)]
         self.tokens = [stop - first for first, stop in shares]
-        self.first = shares[self.rank][0]
+        self.first, self.mine = shares[self.rank][0], self.tokens[self.rank]
         self.dropout = config.attention_dropout if model.training else 0.0
         self.rounds = plan_rounds(config, ranks, techniques.head_groups)
         a_token = mlp_bytes(config, self.B, model.dtype.itemsize)
@@ -232,7 +231,7 @@ class Stack:
         self.tiles = tiles(self.mine, max(tile, 1))
         self.parameters = [p for p in self.layers.parameters() if p.requires_grad]
         # The room of one layer's outputs, in hidden states.
-        self.room = config.num_attention_heads * self.D / H
+        self.room = config.num_attention_heads * self.D / config.hidden_size
 
     def counts(self, turn, keys=0):
         """How many heads each rank has in a round: of the queries, and `keys` times the keys'."""

@@ -28,14 +28,13 @@ class SavedOutputs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, stack, *parameters):
         """x (B, S/P, H): the embeddings -> hidden states before the final norm."""
-        ctx.save_for_backward(x)
         ctx.stack, ctx.saved, ctx.needed = stack, Saved(x, stack.techniques.offload), []
-        last = len(stack.layers) - 1
+        last, ctx.kept = len(stack.layers) - 1, {}
         for number, layer in enumerate(stack.layers):
             flats, needed = attention(stack, layer, x)
             ctx.needed.append(needed)
-            if number == last:  # its backward comes first, with room for this
-                ctx.kept = {last: x} if last else {}
+            if 0 < number == last:  # its backward comes first, with room for this
+                ctx.kept[last] = x
             x = finish_all(stack, layer, x, flats, x if 0 < number < last else None)
             ctx.saved.put(flats)
             del flats
@@ -44,16 +43,14 @@ class SavedOutputs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, d):
-        stack, saved, needed = ctx.stack, ctx.saved, ctx.needed
-        kept = {0: ctx.saved_tensors[0]} | ctx.kept
-        ctx.saved = ctx.needed = ctx.kept = None
+        stack, saved, needed, kept = ctx.stack, ctx.saved, ctx.needed, ctx.kept
+        ctx.saved = ctx.needed = ctx.kept = None  # a second backward is an error
         wide = torch.promote_types(d.dtype, torch.float32)
         sums = {p: torch.zeros_like(p, dtype=wide) for p in stack.parameters}
         d = d.contiguous()  # and from here on ours: nobody else has the hidden states' gradient
         for number in reversed(range(len(stack.layers))):
             x = rebuild(stack, number, kept, saved)
-            ahead = max((at for at in kept if at < number), default=number)
-            flats = saved.pop(ahead)
+            flats = saved.pop(max((at for at in kept if at < number), default=0))
             back(stack, stack.layers[number], x, flats, needed.pop(), d, sums)
             del x
         return d, None, *(sums[p].to(p.dtype) for p in stack.parameters)
@@ -104,14 +101,14 @@ def finish_all(stack, layer, x, flats, into=None):
 def rebuild(stack, number, kept, saved):
     """The hidden states before a layer, from the nearest below that are `kept`.
 
-    kept: {layer: hidden states}, 0 always. Each layer that is done has freed its outputs: in
-    their room, hidden states on the way are kept for the layers still to come.
+    kept: {layer: hidden states}; else from the embeddings. Each layer that is done has freed its
+    outputs: in their room, hidden states on the way are kept for the layers still to come.
     """
-    start = max(at for at in kept if at <= number)
-    if start == number:
-        return kept[0] if number == 0 else kept.pop(number)
-    x, steps = kept[start], number - start
-    free = int((len(stack.layers) - 1 - number) * stack.room) - (len(kept) - 1)
+    if number in kept:
+        return kept.pop(number)
+    start = max((at for at in kept if at < number), default=0)
+    x, steps = kept[start] if start else stack.embeddings(), number - start
+    free = int((len(stack.layers) - 1 - number) * stack.room) - len(kept)
     some = min(max(free, 0), steps - 1)
     keep = {start + steps * (i + 1) // (some + 1) for i in range(some)}
     for at in range(start, number):

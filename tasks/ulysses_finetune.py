@@ -92,10 +92,13 @@ def shard_loss(model, ids, group, techniques=None):
     prompt = virtual_tokens(model, len(ids))
     n, S, embed = len(prompt[0]), ids.shape[1], base.get_input_embeddings()
     first, stop = share(n + S, group.size(), group.rank())
-    tokens = embed(ids[:, max(first - n, 0) : max(stop - n, 0)])
-    # Also where this rank has no virtual token, its embeddings come to depend on the prompt, by an
-    # empty piece of it: else autograd would see nothing to train here, and skip the collectives.
-    embeddings = torch.cat([prompt[:, first:stop].to(tokens), tokens], dim=1)
+
+    def embeddings():
+        tokens = embed(ids[:, max(first - n, 0) : max(stop - n, 0)])
+        # Also where this rank has no virtual token, what it has comes to depend on the prompt, by
+        # an empty piece: else autograd would see nothing to train here, and skip the collectives.
+        return torch.cat([prompt[:, first:stop].to(tokens), tokens], dim=1)
+
     targets = F.pad(ids, (n, 1), value=-100)[:, 1:]
     count = (targets != -100).sum()
     if techniques:
@@ -103,7 +106,7 @@ def shard_loss(model, ids, group, techniques=None):
         return sequence_loss(base, embeddings, mine, n + S, group, techniques) / count
     positions = torch.arange(first, stop, device=ids.device)[None]
     mask = sequence_mask(n + S, device=ids.device)
-    output = base.model(inputs_embeds=embeddings, attention_mask=mask, position_ids=positions)
+    output = base.model(inputs_embeds=embeddings(), attention_mask=mask, position_ids=positions)
     logits = base.lm_head(output.last_hidden_state)
     return sum_of_losses(logits, targets[:, first:stop]) / count
 

@@ -58,7 +58,7 @@ def run_step(model, techniques, group, length=29):
     embeddings.requires_grad_()
     targets = torch.randint(-1, 61, (1, length))
     targets[targets == -1] = -100
-    loss = sequence_loss(model, embeddings, targets, length, group, techniques)
+    loss = sequence_loss(model, lambda: embeddings * 1, targets, length, group, techniques)
     loss.backward()
     return loss, embeddings.grad
 
@@ -165,3 +165,30 @@ def test_memory_does_not_grow_with_the_logits(tmp_path):
         results = json.loads(path.read_text())["results"]
         peaks.append(results["peak_memory_bytes"][0] - results["idle_memory_bytes"][0])
     assert peaks[1] - peaks[0] < 300 * 32000 * 4 / 2, peaks
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("offload", [False, True])
+def test_gpu_kernels(dtype, offload, tmp_path):
+    """The log-sum-exp kernels of a GPU, and host memory, against whole layers under autograd."""
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        torch.manual_seed(0)
+        sizes = dict(hidden_size=64, num_attention_heads=8, num_key_value_heads=2)
+        config = LlamaConfig(vocab_size=61, intermediate_size=96, num_hidden_layers=5, **sizes)
+        model = LlamaForCausalLM(config).to("cuda", dtype).train()
+        steps = []
+        for techniques in (Techniques(offload=offload), Techniques("plain", *[False] * 4)):
+            torch.manual_seed(1)
+            embeddings = torch.randn(2, 300, 64, device="cuda", dtype=dtype, requires_grad=True)
+            targets = torch.randint(61, (2, 300), device="cuda")
+            loss = sequence_loss(model, lambda e=embeddings: e * 1, targets, 300, dist.group.WORLD,
+                                 techniques)  # fmt: skip
+            loss.backward()
+            steps.append((loss, embeddings.grad))
+        tolerance = 1e-4 if dtype == torch.float32 else 3e-2
+        for ours, plain in zip(*steps, strict=True):
+            assert (ours - plain).abs().max() <= tolerance * plain.abs().max()
+    finally:
+        dist.destroy_process_group()
