@@ -143,6 +143,7 @@ class TiledLoss(torch.autograd.Function):
             out[rows], *more = torch.autograd.grad(normed, wanted, dlogits @ head_weight)
             if more:
                 dnorm += more[0]
+            del logits, dlogits  # before the next are made
         ctx.gradients = dx, dnorm, dhead
         return loss
 

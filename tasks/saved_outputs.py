@@ -207,7 +207,9 @@ def attend_backward(grad, q, k, v, o, lse, *rest):
         cumulative_and_largest, seeds = rest[:4], rest[4:]
         backward = aten._scaled_dot_product_flash_attention_backward
         dq, dk, dv = backward(grad, q, k, v, o, lse, *cumulative_and_largest, 0.0, True, *seeds)
-    return dq, *(t.unflatten(1, (keys, -1)).sum(2) for t in (dk, dv))
+    if keys < q.shape[1]:
+        dk, dv = (t.unflatten(1, (keys, -1)).sum(2) for t in (dk, dv))
+    return dq, dk, dv
 
 
 # ---------------------------------------------------------------- where it is kept
