@@ -109,7 +109,7 @@ def command(name, ranks, length, budget, path):
 
 def fits(name, ranks, length, budget):
     """The record of a run of three steps, or None where memory ran out."""
-    threads = max(1, os.cpu_count() // ranks)
+    threads = max(1, torch.get_num_threads() // ranks)
     env = os.environ | {"OMP_NUM_THREADS": str(threads), "THP_MEM_ALLOC_ENABLE": "0"}
     env |= {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
     with tempfile.TemporaryDirectory() as folder:
@@ -154,8 +154,10 @@ def main():
     )
     add = parser.add_argument
     add("--budgets", type=int, nargs="+", default=[64, 256], help="MiB a rank; default 64 256")
-    add("--ranks", type=int, nargs="+", default=[1, 2, 4], help="of ours; default 1 2 4")
-    add("--only", choices=CONTENDERS, nargs="+", default=list(CONTENDERS), help="default all")
+    add("--ranks", type=int, nargs="+", default=[1, 2, 4], help="of ours, with the smallest budget "
+        "(with others one rank: time grows with the square); default 1 2 4")  # fmt: skip
+    add("--only", choices=CONTENDERS, nargs="+", default=list(CONTENDERS), help="default all, but "
+        "what leaves something out with the largest budget alone")  # fmt: skip
     add("--output", type=Path, default=HERE / "longest.json", help="default %(default)s")
     args = parser.parse_args()
     config = Source(MODEL).config
@@ -169,9 +171,12 @@ def main():
         if {key: before.get(key) for key in setting} != setting:
             sys.exit(f"error: {args.output} was measured under another setting: name another file")
         whole = before
-    for budget in args.budgets:
+    for budget in sorted(args.budgets):
         for name in args.only:
-            for ranks in args.ranks if name == "ours" else [1]:
+            if "no " in name and budget < max(args.budgets):
+                continue
+            smallest = name == "ours" and budget == min(args.budgets)
+            for ranks in args.ranks if smallest else [1]:
                 per_token, constant, _ = CONTENDERS[name]
                 a_token = per_token(config, ranks, 4)
                 estimate = int((budget * 2**20 - constant - OTHER) / a_token) * ranks
@@ -183,6 +188,7 @@ def main():
                 )
                 key = {"contender": name, "world_size": ranks, "budget_mib": budget}
                 entry = key | {"estimate": estimate, "found": found, "predicted_bytes": a_token,
+                               "threads": max(1, torch.get_num_threads() // ranks),
                                "date": time.strftime("%Y-%m-%d")}  # fmt: skip
                 if record:
                     results = record["results"]

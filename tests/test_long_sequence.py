@@ -23,8 +23,9 @@ from training_checks import ALONE
 SCRIPT = launch.TASKS / "ulysses_finetune.py"
 
 
-@pytest.mark.parametrize(("peft", "nproc"), [("lora", 1), ("prompt", 2), ("lora", 2),
-                                             ("prompt", 3), ("lora", 4)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("peft", "nproc"), [("lora", 1), ("lora", 2), ("lora", 3), ("lora", 4), ("prompt", 2)]
+)
 def test_float64(peft, nproc, tmp_path, odd_llama):
     """Each technique alone and all together, a batch of 2, a prime length, odd numbers of heads."""
     args = ["--model", odd_llama, "--dtype", "float64", "--peft", peft, "--batch-size", 2]
