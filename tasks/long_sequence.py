@@ -255,10 +255,14 @@ class Stack:
             flat = AllToAll.apply(flat, sent, received, self.group)
         return flat.view(self.S, self.B, -1, self.D).permute(1, 2, 0, 3)
 
-    def to_tokens(self, *heads, counts):
-        """The way back, flat; of several tensors, whose heads come to lie side by side."""
+    def to_tokens(self, heads, counts):
+        """The way back, flat; of a list of tensors, whose heads come to lie side by side.
+
+        The list is emptied, so that they need not outlive the message that is made of them.
+        """
         sent, received = self.sizes(counts)
         flat = torch.cat([h.permute(2, 0, 1, 3) for h in heads], dim=2).flatten()
+        heads.clear()
         return AllToAll.apply(flat, received, sent, self.group) if len(counts) > 1 else flat
 
     def heads_of(self, layer, x, at, turn):
@@ -330,7 +334,7 @@ class Stack:
                 # Something for autograd to save, as above: so that recomputing, whose all-to-alls
                 # all ranks must call in one order, begins where it does on the others.
                 o = q * q.new_ones(())
-            return self.to_tokens(o, counts=self.counts(turn))
+            return self.to_tokens([o], self.counts(turn))
 
         def maybe(again, function, *args):
             return checkpoint(function, *args, use_reentrant=False) if again else function(*args)

@@ -79,7 +79,7 @@ def attention(stack, layer, x):
         q, k, v = heads_of_all(stack, layer, x, turn)
         o, *rest = attend(q, k, v) if q.shape[1] else (q,)
         del q, k, v
-        flats.append(stack.to_tokens(o, counts=stack.counts(turn)))
+        flats.append(stack.to_tokens([o], stack.counts(turn)))
         needed.append(rest)
     return flats, needed
 
@@ -151,13 +151,11 @@ def back(stack, layer, x, flats, needed, d, sums):
         q, k, v = heads_of_all(stack, layer, x, turn)
         o, flats[i] = stack.to_heads(flats[i], counts), None
         do, grads[i] = stack.to_heads(grads[i], counts), None
-        if q.shape[1]:
-            q, k, v = attend_backward(do, q, k, v, o, *needed[i])  # their gradients
-        del o, do
+        dqkv = [*attend_backward(do, q, k, v, o, *needed[i])] if q.shape[1] else [q, k, v]
+        del q, k, v, o, do
         needed[i] = None
         counts = stack.counts(turn, keys=2)
-        flat = stack.to_tokens(q, k, v, counts=counts)
-        del q, k, v
+        flat = stack.to_tokens(dqkv, counts)
         views = stack.pieces(flat, counts)
         for at in stack.tiles:
             h = x[:, at].detach().requires_grad_()
