@@ -26,7 +26,9 @@ def main():
     parser.add_argument("--seq-len", type=int, required=True, help="tokens of text")
     parser.add_argument("--steps", type=int, default=3, help="default 3")
     parser.add_argument("--memory-budget", type=float, required=True, help="GiB beyond the model")
-    parser.add_argument("--gradient-checkpointing", action="store_true", help="that works")
+    parser.add_argument(
+        "--gradient-checkpointing", action="store_true", help="in train mode, so that it works"
+    )
     parser.add_argument("--device", default="cpu", help="default cpu")
     parser.add_argument("--json", type=Path, help="write times and memory there")
     args = parser.parse_args()
@@ -59,8 +61,13 @@ def main():
             seconds.append(time.perf_counter() - begin)
 
     idle = peak_memory_of_process(device, lambda: None)
-    with limited_memory(device, 2**30 * args.memory_budget):
-        peak = peak_memory_of_process(device, train)
+    try:
+        with limited_memory(device, 2**30 * args.memory_budget):
+            peak = peak_memory_of_process(device, train)
+    except RuntimeError as error:
+        sys.exit(f"error: {args.seq_len + 32} positions do not fit: out of memory ({error})")
+    print(f"{args.steps} steps of {args.seq_len + 32} positions fit: {min(seconds):.2f} s a step, "
+          f"{(peak - idle) / 2**20:.0f} MiB beyond the loaded model")  # fmt: skip
     if args.json:
         results = {"step_s": seconds, "idle_memory_bytes": [idle], "peak_memory_bytes": [peak]}
         args.json.write_text(json.dumps({"results": results}))

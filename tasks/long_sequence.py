@@ -1,15 +1,13 @@
 """The longest sequence: a training step that holds as little as possible for each token.
 
 What fills the memory when a Llama is trained on one long sequence is neither weights nor attention
-scores (no kernel keeps those any more) but what the backward will need of every token. With 8
-layers of hidden size 256, an MLP of 1024 and 32000 words, float32, a token takes:
+scores (which no fused kernel keeps) but what the backward needs of every token. Of `random/small`
+(8 layers, hidden 256, MLP 1024, 32000 words, float32, frozen weights) a token takes, in KiB:
 
-    700 KiB   plain: each layer's activations (50 KiB a layer), the logits and their gradient (250+)
-    570 KiB   with checkpointing: one hidden state a layer, but the logits stay
-    100 KiB   with the loss taken a few tokens at a time, its gradient at once: no logits
-     75 KiB   with the MLP taken a few tokens at a time, too
-     14 KiB   with attention taken a few heads at a time, and `SavedOutputs`, which keeps of a layer
-              only what its attention put out
+    510   plain: three times the logits (375), and each layer's activations (17 a layer)
+    386   with checkpointing: the logits, and one hidden state (1) a layer
+     @A   with loss, MLP and attention in parts, too: hidden states, and one layer's work
+     14   with what `saved_outputs.py` does: attention's outputs (1 a layer), and a part's work
 
 `saved_outputs.py` is the layer backward that never runs attention again: all else in a layer treats
 tokens one by one, and is built again from attention's outputs, with matrix products only. It is
@@ -166,9 +164,11 @@ def tiles(length, size):
 def plan_rounds(config, ranks, head_groups):
     """Which heads each rank attends to, round by round: [[(queries, keys) of each rank], ...].
 
-    queries, keys: (start, stop). With `head_groups`, all ranks' queries of a round are together no
-    more than one KV head's (but one on each rank), so that the memory for a token does not depend
-    on the number of heads. Else there is one round.
+    queries, keys: (start, stop). With `head_groups`, the query heads of a round, on all ranks
+    together, are no more than share one KV head, or one on each rank, so that the memory for a
+    token does not depend on the number of heads. (8 query and 2 KV heads on 2 ranks: heads 0 and 1
+    beside 4 and 5, then 2 and 3 beside 6 and 7.) Else there is one round. In the last rounds a rank
+    may have no heads: it sends its tokens', and receives nothing.
     """
     N, K = config.num_attention_heads, config.num_key_value_heads
     heads = [share_heads(N, K, ranks, rank)[:2] for rank in range(ranks)]
@@ -213,8 +213,15 @@ def project(linear, x, rows):
 class Stack:
     """All layers of a model, taken apart into what treats tokens and what treats heads one by one.
 
-    Hidden states are (B, S/P, H). What is exchanged has tokens first, (S/P, B, heads, D), so that
-    what comes from the ranks is the sequence, one after the other.
+    Hidden states are (B, S/P, H). One round of attention, on each rank:
+
+        x, a tile of tokens -> norm, q, k, v of the round's heads, RoPE     `qkv_of_tokens`
+          -> for each rank its heads, (S/P, B, n + 2k, D), one piece after another in a flat tensor
+          -> all-to-all -> (S, B, n + 2k, D) -> (B, heads, S, D)            `to_heads`
+          -> attention, (B, n, S, D)
+          -> all-to-all -> flat again, of each rank's heads (S/P, B, n, D)  `to_tokens`
+
+    Tokens come first in a piece, so that the pieces that arrive are the sequence, in order.
     """
 
     def __init__(self, model, embeddings, batch_size, length, group, techniques):
@@ -265,7 +272,7 @@ class Stack:
         heads.clear()
         return AllToAll.apply(flat, received, sent, self.group) if len(counts) > 1 else flat
 
-    def heads_of(self, layer, x, at, turn):
+    def qkv_of_tokens(self, layer, x, at, turn):
         """q, k and v of a round, of tokens `at`: a piece (tokens, B, heads, D) for each rank."""
         normed, width = layer.input_layernorm(x), torch.arange(self.D, device=x.device)
         positions = torch.arange(self.first + at.start, self.first + at.stop, device=x.device)
@@ -323,7 +330,7 @@ class Stack:
 
         def attention(turn, x):
             heads, whole = self.counts(turn, keys=2), slice(0, self.mine)
-            flat = torch.cat([p.flatten() for p in self.heads_of(layer, x, whole, turn)])
+            flat = torch.cat([p.flatten() for p in self.qkv_of_tokens(layer, x, whole, turn)])
             (first, stop), (key, end) = turn[self.rank]
             split = [stop - first, end - key, end - key]
             q, k, v = self.to_heads(flat, heads).split(split, dim=1)
@@ -331,8 +338,9 @@ class Stack:
                 k, v = (for_all(t, stop - first) for t in (k, v))
                 o = F.scaled_dot_product_attention(q, k, v, None, self.dropout, is_causal=True)
             else:
-                # Something for autograd to save, as above: so that recomputing, whose all-to-alls
-                # all ranks must call in one order, begins where it does on the others.
+                # A checkpoint recomputes when the first tensor is asked for that autograd saved. A
+                # rank without heads must save one here, too: else it would call the all-to-alls of
+                # the recomputation later than the others do.
                 o = q * q.new_ones(())
             return self.to_tokens([o], self.counts(turn))
 
@@ -342,7 +350,7 @@ class Stack:
         flats = [maybe(len(self.rounds) > 1, attention, turn, x) for turn in self.rounds]
         rounds = [self.pieces(f, self.counts(t)) for f, t in zip(flats, self.rounds, strict=True)]
         o = self.outputs(self.in_order(rounds), slice(None))
-        # (Of many slices each gradient would be as long as the sequence; `split` has but one.)
+        # (The backward of each slice would make zeros as long as the sequence; `split`'s does not.)
         size = self.tiles[0].stop
         parts = [
             maybe(len(self.tiles) > 1, self.finish, layer, *both)

@@ -1,4 +1,4 @@
-"""The layer backward that never runs attention again: point 6 of `long_sequence.py`.
+"""The layer backward that never runs attention again (the last line in `long_sequence.py`'s table).
 
 Everything in a layer but attention treats tokens one by one:
 
@@ -31,7 +31,7 @@ class SavedOutputs(torch.autograd.Function):
         ctx.stack, ctx.saved, ctx.needed = stack, Saved(x, stack.techniques.offload), []
         last, ctx.kept = len(stack.layers) - 1, {}
         for number, layer in enumerate(stack.layers):
-            flats, needed = attention(stack, layer, x)
+            flats, needed = run_attention(stack, layer, x)
             ctx.needed.append(needed)
             if 0 < number == last:  # its backward comes first, with room for this
                 ctx.kept[last] = x
@@ -47,11 +47,13 @@ class SavedOutputs(torch.autograd.Function):
         ctx.saved = ctx.needed = ctx.kept = None  # a second backward is an error
         wide = torch.promote_types(d.dtype, torch.float32)
         sums = {p: torch.zeros_like(p, dtype=wide) for p in stack.parameters}
-        d = d.contiguous()  # and from here on ours: nobody else has the hidden states' gradient
+        # Written over from here on: autograd made it for this function alone, since hidden states
+        # have one user, the loss.
+        d = d.contiguous()
         for number in reversed(range(len(stack.layers))):
             x = rebuild(stack, number, kept, saved)
             flats = saved.pop(max((at for at in kept if at < number), default=0))
-            back(stack, stack.layers[number], x, flats, needed.pop(), d, sums)
+            layer_backward(stack, stack.layers[number], x, flats, needed.pop(), d, sums)
             del x
         return d, None, *(sums[p].to(p.dtype) for p in stack.parameters)
 
@@ -59,24 +61,24 @@ class SavedOutputs(torch.autograd.Function):
 # ---------------------------------------------------------------- a layer, forward and backward
 
 
-def heads_of_all(stack, layer, x, turn):
+def qkv_of_heads(stack, layer, x, turn):
     """q, k and v of this rank's heads of a round, of all tokens, (B, heads, S, D)."""
     counts = stack.counts(turn, keys=2)
     flat = x.new_empty(sum(stack.sizes(counts)[0]))
     views = stack.pieces(flat, counts)
     for at in stack.tiles:
-        for view, piece in zip(views, stack.heads_of(layer, x[:, at], at, turn), strict=True):
+        for view, piece in zip(views, stack.qkv_of_tokens(layer, x[:, at], at, turn), strict=True):
             view[at] = piece
     (first, stop), (key, end) = turn[stack.rank]
     heads = stack.to_heads(flat, counts)
     return heads.split([stop - first, end - key, end - key], dim=1)
 
 
-def attention(stack, layer, x):
+def run_attention(stack, layer, x):
     """Attention's outputs, a flat tensor a round, and of each what its backward needs."""
     flats, needed = [], []
     for turn in stack.rounds:
-        q, k, v = heads_of_all(stack, layer, x, turn)
+        q, k, v = qkv_of_heads(stack, layer, x, turn)
         o, *rest = attend(q, k, v) if q.shape[1] else (q,)
         del q, k, v
         flats.append(stack.to_tokens([o], stack.counts(turn)))
@@ -102,12 +104,15 @@ def rebuild(stack, number, kept, saved):
     """The hidden states before a layer, from the nearest below that are `kept`.
 
     kept: {layer: hidden states}; else from the embeddings. Each layer that is done has freed its
-    outputs: in their room, hidden states on the way are kept for the layers still to come.
+    outputs: in their room, hidden states on the way are kept for the layers still to come. Of 8
+    layers, 7 is kept from the forward; 6 is built from 0, and keeps 3; 5 from 3, and keeps 4; 4 and
+    3 are there; 2 from 0, and keeps 1: 10 layers are run again, not 7 + 6 + ... + 1 = 28.
     """
     if number in kept:
         return kept.pop(number)
     start = max((at for at in kept if at < number), default=0)
     x, steps = kept[start] if start else stack.embeddings(), number - start
+    # How many more may be kept, and which, evenly on the way.
     free = int((len(stack.layers) - 1 - number) * stack.room) - len(kept)
     some = min(max(free, 0), steps - 1)
     keep = {start + steps * (i + 1) // (some + 1) for i in range(some)}
@@ -119,7 +124,7 @@ def rebuild(stack, number, kept, saved):
     return x
 
 
-def back(stack, layer, x, flats, needed, d, sums):
+def layer_backward(stack, layer, x, flats, needed, d, sums):
     """Turn d, the gradient behind a layer, into that before it, in place; `attend` is not run.
 
     sums: {parameter: its gradient}, which is added to. flats and needed are freed on the way.
@@ -148,7 +153,7 @@ def back(stack, layer, x, flats, needed, d, sums):
 
     for i, turn in enumerate(stack.rounds):
         counts = stack.counts(turn)
-        q, k, v = heads_of_all(stack, layer, x, turn)
+        q, k, v = qkv_of_heads(stack, layer, x, turn)
         o, flats[i] = stack.to_heads(flats[i], counts), None
         do, grads[i] = stack.to_heads(grads[i], counts), None
         dqkv = [*attend_backward(do, q, k, v, o, *needed[i])] if q.shape[1] else [q, k, v]
@@ -160,7 +165,7 @@ def back(stack, layer, x, flats, needed, d, sums):
         for at in stack.tiles:
             h = x[:, at].detach().requires_grad_()
             with torch.enable_grad():
-                heads = stack.heads_of(layer, h, at, turn)
+                heads = stack.qkv_of_tokens(layer, h, at, turn)
             d[:, at] += gradients(heads, [h], [view[at] for view in views])[0]
 
 

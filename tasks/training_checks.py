@@ -137,17 +137,26 @@ def check_training(run, model, reference, loss, batches, recomputes=None):
                     bound = max(bound or 0, 2e-4 * layers * run.args.lr + rounding)
                 pairs.append((values, *others))
         run.check(f"{kind} after a step", pairs, bound)
+    if recomputes is None:
+        check_techniques(run, model, references, loss, batches, layers)
     restore(model, before)
-    for name, techniques in ALONE.items() if recomputes is None else ():
+    return actual[0]
+
+
+def check_techniques(run, model, references, loss, batches, layers):
+    """Each technique alone: loss and gradients after the steps before (at first LoRA's are 0)."""
+    expected = run.expect(lambda m: follow(run, m, whole_loss, batches, 1), references)
+    before = {name: p.detach().clone() for name, p in trained(model).items()}
+    for name, techniques in ALONE.items():
         # Tiles of some seven tokens, so that there are several.
         loss_alone = partial(loss, techniques=techniques(base_of(model), len(batches(0)), 7))
-        mine = follow(run, model, loss_alone, batches, 1, reduce)
+        reduce = partial(sum_gradients, group=run.group)
+        actual = follow(run, model, loss_alone, batches, 1, reduce)
         restore(model, before)
-        value = all_gather(mine[0], run.group).sum(0)
-        run.check(f"{name}: loss", [(value, *(e[:1] for e in expected[0]))])
-        pairs = [(mine[i], *expected[i]) for i in range(1, 1 + count)]
+        actual[0] = all_gather(actual[0], run.group).sum(0)
+        run.check(f"{name}: loss", [(actual[0], *expected[0])])
+        pairs = [(actual[i], *expected[i]) for i in range(1, 1 + len(before))]
         run.check(f"{name}: gradients", pairs, layers=layers)
-    return actual[0]
 
 
 @torch.no_grad()

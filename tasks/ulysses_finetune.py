@@ -64,11 +64,12 @@ from utils import (
 LR = {"prompt": 1e-3, "lora": 1e-3, "none": 1e-4}
 SAVES = {
     "long-sequence": "the techniques of long_sequence.py, else Task 4's own forward",
-    "saved-outputs": "keep of a layer what attention put out, else recompute layers",
+    "saved-outputs": "of each layer keep attention's outputs alone, and build the rest again in "
+    "the backward; --no-saved-outputs: recompute whole layers",
     "tiled-loss": "the loss a few tokens at a time",
     "tiled-mlp": "the MLP a few tokens at a time",
     "head-groups": "attention a few heads at a time",
-    "offload": "keep what is kept of layers in host memory (with a GPU)",
+    "offload": "keep what is kept of layers in host memory; nothing without a GPU",
 }
 
 # ---------------------------------------------------------------- the technique
@@ -256,11 +257,13 @@ def main():
         action="store_true",
         help="Task 4's own forward, and Hugging Face's recomputation of layers; default no",
     )
+    title = "memory, all changing no result; the last five are parts of --long-sequence"
+    add_saving = parser.add_argument_group(title).add_argument
     for name, what in SAVES.items():
         kept = "; default no" if name == "offload" else "; default yes"
-        add(f"--{name}", action=argparse.BooleanOptionalAction, default=name != "offload",
+        add_saving(f"--{name}", action=argparse.BooleanOptionalAction, default=name != "offload",
             help=what + kept)  # fmt: skip
-    add("--tile-mib", type=positive, help="MiB that the largest tensors of a tile may take; "
+    add_saving("--tile-mib", type=positive, help="MiB that a tile's logits, or MLP, may take; "
         "default 8, or 1024 on a GPU")  # fmt: skip
     add("--check-steps", type=natural, default=3, help="steps to compare with a single-rank run; "
         "0 saves its time and memory; default 3")  # fmt: skip
@@ -299,6 +302,8 @@ def within_budget(run, length, function):
             function()
     except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
         said = str(error).lower()
+        if "peer" in said:  # another rank has stopped, and says why; torchrun will end this one
+            time.sleep(5)
         if not isinstance(error, MemoryError) and "memory" not in said and "alloc" not in said:
             raise
         raise UserError(f"out of memory: {run.args.batch_size} x {length} positions on "
@@ -317,7 +322,9 @@ def choose_techniques(run, model):
     techniques, why = possible(base_of(model), Techniques(backward, *flags, mib * 2**20))
     if why:
         run.say(f"note: {why}: layers are recomputed whole, with all their heads at once")
-    elif run.world_size == 1 and techniques.head_groups:
+    parts = [name for name in SAVES if getattr(techniques, name.replace("-", "_"), False)]
+    run.say(f"layers: {techniques.backward}; {', '.join(parts)}; tiles of {mib} MiB")
+    if run.world_size == 1 and techniques.head_groups:
         text = "ONE DEVICE: THE HEADS OF ATTENTION ARE COMPUTED SEQUENTIALLY, GROUP BY GROUP"
         run.say(f"\033[1m{text}\033[0m" if sys.stdout.isatty() else f"*** {text} ***")
     return techniques
@@ -393,9 +400,10 @@ def finetune(run):
     run.say(f"loss {losses[0]:.4f} -> {losses[-1]:.4f} in {len(losses)} steps")
     if seconds:
         median = statistics.median(seconds)
+        beyond = [peak - before for peak, before in zip(peaks, idle, strict=True)]
+        peak, beyond = (", ".join(f"{x / 2**20:.0f}" for x in sizes) for sizes in (peaks, beyond))
         run.say(f"median step {median:.3f} s, {args.batch_size * length / median:.0f} positions/s; "
-                f"peak memory, MiB, of each rank: "
-                + ", ".join(f"{peak / 2**20:.0f}" for peak in peaks))  # fmt: skip
+                f"peak memory, MiB, of each rank: {peak}; beyond the model: {beyond}")  # fmt: skip
     run.results |= {"losses": losses, "sha256": digest, "step_s": seconds,
                     "idle_memory_bytes": idle, "peak_memory_bytes": peaks}  # fmt: skip
     if args.output_dir:

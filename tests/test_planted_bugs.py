@@ -435,6 +435,10 @@ BUGS = {
         "ulysses_finetune --peft lora", 2, "saved_outputs.py", "sums[parameter] += grad",
         "sums[parameter] = grad", "grad",
     ),
+    "only the first tile trains LoRA": (
+        "ulysses_finetune --peft lora", 1, "saved_outputs.py", "if grad is not None:",
+        "if grad is not None and at.start == 0:", "all together: gradients",
+    ),
     "LoRA is not scaled": (
         "ulysses_finetune --peft lora", 1, "long_sequence.py", "low_rank * linear.scaling[name]",
         "low_rank", "losses",
