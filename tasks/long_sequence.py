@@ -257,9 +257,7 @@ class Stack:
 
     def to_heads(self, flat, counts):
         """From all heads of this rank's tokens to its heads of all tokens, (B, heads, S, D)."""
-        sent, received = self.sizes(counts)
-        if len(counts) > 1:
-            flat = AllToAll.apply(flat, sent, received, self.group)
+        flat = self.exchange(flat, *self.sizes(counts))
         return flat.view(self.S, self.B, -1, self.D).permute(1, 2, 0, 3)
 
     def to_tokens(self, heads, counts):
@@ -270,7 +268,16 @@ class Stack:
         sent, received = self.sizes(counts)
         flat = torch.cat([h.permute(2, 0, 1, 3) for h in heads], dim=2).flatten()
         heads.clear()
-        return AllToAll.apply(flat, received, sent, self.group) if len(counts) > 1 else flat
+        return self.exchange(flat, received, sent)
+
+    def exchange(self, flat, sent, received):
+        """An all-to-all, which uses up what is sent (without autograd)."""
+        if len(sent) == 1:
+            return flat
+        out = AllToAll.apply(flat, sent, received, self.group)
+        if flat.device.type == "cpu" and not torch.is_grad_enabled():
+            flat.untyped_storage().resize_(0)  # gloo's thread may hold on to it for some time
+        return out
 
     def qkv_of_tokens(self, layer, x, at, turn):
         """q, k and v of a round, of tokens `at`: a piece (tokens, B, heads, D) for each rank."""
