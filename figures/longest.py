@@ -60,15 +60,15 @@ def ours(c, ranks, e, left_out):
     # kernel gives them for each query head, and summed.
     most = H + ND + (4 * n + (4 if n > k else 2) * k) * D
     if "saved-outputs" in left_out:
-        # All layers' inputs. For one round, as autograd has it: its input's norm three times; q, k
-        # and v as they come, rotated, in one piece, sent, and their gradients; the output sent and
-        # received; the gradients of x, twice, and of all outputs.
+        # All layers' inputs. For one round: the gradients behind the layer, before it, and of all
+        # outputs; q, k and v in one piece, and sent; the output, and gradients of it, q, k and v.
         kept = L * H
-        most = 3 * H + 5 * (n + 2 * k) * D + 2 * n * D + 2 * H + ND
+        most = 2 * H + ND + 2 * (n + 2 * k) * D + 5 * n * D
     if "tiled-loss" in left_out:  # three times logits; x and its gradient, before and behind a norm
         most = max(most, 3 * V + 4 * H)
-    if "tiled-mlp" in left_out:  # d, do, o; see mlp_bytes
-        most = max(most, H + 2 * ND + 6 * (F + H))
+    if "tiled-mlp" in left_out:
+        # d, do, o; gate, its activation, what it multiplies, and gradients; the norm's, and y.
+        most = max(most, H + 2 * ND + 6 * F + 3 * H)
     return e * (kept + most)
 
 
