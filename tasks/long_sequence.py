@@ -64,8 +64,12 @@ def mlp_bytes(config, batch_size, itemsize):
 def sequence_loss(model, embeddings, targets, length, group, techniques):
     """Sum of this rank's tokens' losses; as `ulysses_forward` has it, but for the memory it takes.
 
+    Layers are taken apart: hooks on them are not called. Raises ValueError where they are not
+    Hugging Face's own.
+
     model: a sequence-parallel LlamaForCausalLM. embeddings(): those of this rank's share of a
-    sequence of `length` tokens, (B, S/P, H), always the same. targets: (B, S/P), -100 for none.
+    sequence of `length` tokens, (B, S/P, H), each time in a new tensor. targets: (B, S/P), -100:
+    none.
     """
     techniques, _ = possible(model, techniques)
     stack = Stack(model, embeddings, len(targets), length, group, techniques)
@@ -91,12 +95,17 @@ def possible(model, techniques):
         if any(isinstance(module, nn.Dropout) and module.p for module in layer.modules()):
             why = "a layer has dropout"
         if type(attention) is not LlamaAttention:
-            why = f"attention is a {type(attention).__name__}"
-        elif not all(map(sliceable, (attention.q_proj, attention.k_proj, attention.v_proj))):
+            raise ValueError(f"layers with {type(attention).__name__} cannot be taken apart")
+        if not all(map(sliceable, (attention.q_proj, attention.k_proj, attention.v_proj))):
             why = "a projection is neither linear nor LoRA"
     on_gpu, head_dim = model.device.type == "cuda", model.model.layers[0].self_attn.head_dim
     if on_gpu and (model.dtype == torch.float64 or head_dim % 8):
         why = f"no GPU kernel gives log-sum-exps of {model.dtype} heads of {head_dim}"
+    head, norm = model.lm_head, type(model.model.norm).__name__
+    if techniques.tiled_loss and (type(head) is not nn.Linear or "RMSNorm" not in norm):
+        said = "the LM head or its norm has an adapter"
+        techniques, later = possible(model, replace(techniques, tiled_loss=False))
+        return techniques, later or said
     saved = techniques.backward == "saved-outputs"
     if not why or not (saved or techniques.head_groups):
         return techniques, None
@@ -128,7 +137,7 @@ class TiledLoss(torch.autograd.Function):
                 h = flat[rows].detach().requires_grad_()
                 normed = norm(h)
             n, valid = normed.detach(), (targets[rows] != -100).to(wide)[:, None]
-            target = targets[rows].clamp(min=0)[:, None]
+            target = targets[rows].masked_fill(valid[:, 0] == 0, 0)[:, None]
             logits = F.linear(n, head_weight).to(wide)
             chosen, largest = logits.gather(1, target), logits.amax(1, keepdim=True)
             total = logits.sub_(largest).exp_().sum(1, keepdim=True)
@@ -193,6 +202,7 @@ def sliceable(linear):
     plain = getattr(linear, "lora_A", None) is not None and not linear.disable_adapters
     plain = plain and not linear.merged and type(linear.base_layer) is nn.Linear
     plain = plain and all(name in linear.lora_A for name in adapters)
+    plain = plain and all(linear.lora_B[name].bias is None for name in adapters)
     return plain and not any(getattr(linear, "use_dora", {}).get(name) for name in adapters)
 
 

@@ -43,8 +43,10 @@ class SavedOutputs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, d):
+        if ctx.saved is None:
+            raise RuntimeError("a second backward: what was kept has been freed on the way")
         stack, saved, needed, kept = ctx.stack, ctx.saved, ctx.needed, ctx.kept
-        ctx.saved = ctx.needed = ctx.kept = None  # a second backward is an error
+        ctx.saved = ctx.needed = ctx.kept = None
         wide = torch.promote_types(d.dtype, torch.float32)
         sums = {p: torch.zeros_like(p, dtype=wide) for p in stack.parameters}
         # Written over from here on: autograd made it for this function alone, since hidden states

@@ -233,7 +233,7 @@ def gib(text):
     value = float(text)
     if not 0 < value < 2**20:
         raise argparse.ArgumentTypeError(f"must be above 0, in GiB, not {text}")
-    return int(value * 2**30)
+    return max(1, int(value * 2**30))
 
 
 def main():

@@ -128,6 +128,19 @@ def test_what_the_fast_path_does_not_carry(why, alone):
     assert loss.isfinite() and grad.abs().sum() > 0
 
 
+def test_adapter_of_the_head(alone):
+    """The loss is taken whole then; another attention is refused."""
+    torch.manual_seed(0)
+    config = LoraConfig(target_modules=["q_proj", "lm_head"], init_lora_weights=False)
+    model = get_peft_model(small_llama(), config).get_base_model().double()
+    techniques, why = possible(model, Techniques())
+    assert not techniques.tiled_loss and techniques.backward == "saved-outputs" and "adapter" in why
+    attention = model.model.layers[2].self_attn
+    attention.__class__ = type("Other", (type(attention),), {})
+    with pytest.raises(ValueError, match="Other cannot be taken apart"):
+        possible(model, Techniques())
+
+
 def test_biases_are_carried(alone):
     model = small_llama(attention_bias=True, mlp_bias=True).double()
     for parameter in model.parameters():
