@@ -59,6 +59,8 @@ def ours(c, ranks, e, left_out):
     # The gradients behind the layer and of attention's outputs; q, k, v; dq; dk and dv, as the
     # kernel gives them for each query head, and summed.
     most = H + ND + (4 * n + (4 if n > k else 2) * k) * D
+    if k > ranks:  # several KV heads of a rank, each repeated for its query heads
+        most += 2 * n * D
     if "saved-outputs" in left_out:
         # All layers' inputs. For one round: the gradients behind the layer, before it, and of all
         # outputs; q, k and v in one piece, and sent; the output, and gradients of it, q, k and v.

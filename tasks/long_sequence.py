@@ -6,12 +6,12 @@ scores (which no fused kernel keeps) but what the backward needs of every token.
 
     510   plain: three times the logits (375), and each layer's activations (17 a layer)
     386   with checkpointing: the logits, and one hidden state (1) a layer
-     @A   with loss, MLP and attention in parts, too: hidden states, and one layer's work
+     15   with loss, MLP and attention in parts, too: hidden states, and one layer's work
      14   with what `saved_outputs.py` does: attention's outputs (1 a layer), and a part's work
 
 `saved_outputs.py` is the layer backward that never runs attention again: all else in a layer treats
-tokens one by one, and is built again from attention's outputs, with matrix products only. It is
-shorter in memory and, since attention is most of the time, in time than recomputing layers.
+tokens one by one, and is built again from attention's outputs, with matrix products only. It
+takes as little memory as recomputing layers and, since attention is most of the time, less time.
 
 Under Ulysses all of it is as on one rank: tiles are of a rank's own tokens, and the heads taken at
 a time are spread over the ranks. What travels is what travels under checkpointing.
