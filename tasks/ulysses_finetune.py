@@ -399,7 +399,9 @@ def finetune(run):
     digest = check_replicas(run, parameters, "after")
     if checked is not None:
         first = checked.new_tensor(losses[: len(checked)])
-        run.check("losses of the training, as checked", [(first, checked)])
+        # In bfloat16 Adam's steps may differ (see `follow`), within what `check` allows there.
+        bound = 2**-7 * first.abs().max().item() if run.dtype == torch.bfloat16 else None
+        run.check("losses of the training, as checked", [(first, checked)], bound)
     run.say(f"loss {losses[0]:.4f} -> {losses[-1]:.4f} in {len(losses)} steps")
     if seconds:
         median = statistics.median(seconds)
