@@ -63,21 +63,26 @@ def draw_tp_speed(data, path):
         if phase == "generate":
             title = f"{data['new_tokens']} cached tokens after {data['prompt_tokens']}"
         axis.set_title(title, fontsize=10)
-        axis.spines[["top", "right"]].set_visible(False)
     handles, labels = axes[-1].get_legend_handles_labels()
     line = plt.Line2D([], [], color="black", linewidth=2)
     figure.legend(
         [*handles, line], [*labels, "one process, as many threads"],
         loc="lower center", ncols=len(labels) + 1, frameon=False,
     )  # fmt: skip
-    layers, machine = data["num_layers"], data["machine"]
-    versions = data["runs"][0]["versions"]
+    finish(figure, axes, f"{data['model']}, {data['num_layers']} layers", data, path, 0.07)
+
+
+def finish(figure, axes, what, data, path, bottom=0.0):
+    """What all figures have: what was measured and on what, and no frames."""
+    for axis in axes:
+        axis.spines[["top", "right"]].set_visible(False)
+    machine = data["machine"]
     figure.suptitle(
-        f"{data['model']}, {layers} layers, {data['dtype']}; {machine['cores']} cores of "
-        f"{machine['cpu']}; torch {versions['torch']}, transformers {versions['transformers']}",
+        f"{what}, {data['dtype']}; {machine['cores']} cores of {machine['cpu']}; torch "
+        f"{data['torch']}, transformers {data['transformers']}",
         fontsize=9,
     )
-    figure.tight_layout(rect=(0, 0.07, 1, 1))
+    figure.tight_layout(rect=(0, bottom, 1, 1))
     figure.savefig(path, dpi=150)
     print(f"wrote {path}")
 
@@ -121,17 +126,7 @@ def draw_longest(data, path):
     dots.plot([10, 1000], [10, 1000], color="black", linewidth=1)
     dots.set(xscale="log", yscale="log", xlabel="KiB a token, predicted",
              ylabel="KiB a token, measured at its longest")  # fmt: skip
-    for axis in (bars, lines, dots):
-        axis.spines[["top", "right"]].set_visible(False)
-    machine = data["machine"]
-    figure.suptitle(
-        f"{data['model']}, prompt tuning, {data['dtype']}; {machine['cores']} cores of "
-        f"{machine['cpu']}; torch {data['torch']}, transformers {data['transformers']}",
-        fontsize=9,
-    )
-    figure.tight_layout()
-    figure.savefig(path, dpi=150)
-    print(f"wrote {path}")
+    finish(figure, (bars, lines, dots), f"{data['model']}, prompt tuning", data, path)
 
 
 def main():

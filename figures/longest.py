@@ -24,7 +24,7 @@ import torch  # noqa: E402
 import transformers  # noqa: E402
 
 from loading import Source  # noqa: E402
-from tp_speed import machine  # noqa: E402
+from records import add, machine, resume  # noqa: E402
 
 MODEL, PROMPT, GRAIN, STEPS = "random/small", 32, 1.05, 3
 TILE = 2**23  # as long_sequence.py has it on a CPU
@@ -155,25 +155,20 @@ def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    add = parser.add_argument
-    add("--budgets", type=int, nargs="+", default=[64, 256], help="MiB a rank; default 64 256")
-    add("--ranks", type=int, nargs="+", default=[1, 2, 4], help="of ours, with the smallest budget "
-        "(with others one rank: time grows with the square); default 1 2 4")  # fmt: skip
-    add("--only", choices=CONTENDERS, nargs="+", default=list(CONTENDERS), help="default all, but "
+    flag = parser.add_argument
+    flag("--budgets", type=int, nargs="+", default=[64, 256], help="MiB a rank; default 64 256")
+    flag("--ranks", type=int, nargs="+", default=[1, 2, 4], help="of ours, with the smallest "
+        "budget (with others one rank: time grows with the square); default 1 2 4")  # fmt: skip
+    flag("--only", choices=CONTENDERS, nargs="+", default=list(CONTENDERS), help="default all, but "
         "what leaves something out with the smallest budget alone")  # fmt: skip
-    add("--output", type=Path, default=HERE / "longest.json", help="default %(default)s")
+    flag("--output", type=Path, default=HERE / "longest.json", help="default %(default)s")
     args = parser.parse_args()
     config = Source(MODEL).config
     setting = {
         "model": MODEL, "dtype": "float32", "virtual_tokens": PROMPT, "steps": STEPS,
         "machine": machine(), "torch": torch.__version__, "transformers": transformers.__version__,
     }  # fmt: skip
-    whole = setting | {"runs": []}
-    if args.output.exists():
-        before = json.loads(args.output.read_text())
-        if {key: before.get(key) for key in setting} != setting:
-            sys.exit(f"error: {args.output} was measured under another setting: name another file")
-        whole = before
+    whole = resume(args.output, setting)
     for budget in sorted(args.budgets):
         for name in args.only:
             smallest = budget == min(args.budgets)  # with others all takes too long
@@ -190,17 +185,14 @@ def main():
                     f"  found {found}, {found / max(estimate, 1):.2f} of the estimate", flush=True
                 )
                 key = {"contender": name, "world_size": ranks, "budget_mib": budget}
-                entry = key | {"estimate": estimate, "found": found, "predicted_bytes": a_token,
-                               "threads": max(1, torch.get_num_threads() // ranks),
-                               "date": time.strftime("%Y-%m-%d")}  # fmt: skip
+                entry = {"estimate": estimate, "found": found, "predicted_bytes": a_token,
+                         "threads": max(1, torch.get_num_threads() // ranks)}  # fmt: skip
                 if record:
                     results = record["results"]
                     idle, peak = results["idle_memory_bytes"], results["peak_memory_bytes"]
                     used = max(b - a for a, b in zip(idle, peak, strict=True))
                     entry |= {"measured_bytes": used * ranks / found, "step_s": results["step_s"]}
-                whole["runs"] = [r for r in whole["runs"] if {k: r[k] for k in key} != key]
-                whole["runs"].append(entry)
-                args.output.write_text(json.dumps(whole, indent=1) + "\n")
+                add(args.output, whole, key, entry)
     print(f"wrote {args.output}")
 
 

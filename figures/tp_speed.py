@@ -15,7 +15,6 @@ import argparse
 import contextlib
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -35,6 +34,7 @@ from transformers import DynamicCache  # noqa: E402
 
 from dtensor_llama import dtensor_parallelize, whole_logits  # noqa: E402
 from kv_cache import choose_among_ranks, choose_whole, generate  # noqa: E402
+from records import add, machine, resume  # noqa: E402
 from tp_llama import tensor_parallelize  # noqa: E402
 from utils import (  # noqa: E402
     DTYPES,
@@ -185,11 +185,14 @@ def measure(args):
         phases = train("parallel")
         sent = [bytes_sent(run, lambda: next(phases)), bytes_sent(run, lambda: next(phases))]
         list(phases)
-        results = {"sent_bytes": sent, "formula_bytes": [forward, backward], "threads": threads}
+        results = {"sent_bytes": sent, "formula_bytes": [forward, backward], "threads": threads,
+                   "giving_back": args.giving_back}  # fmt: skip
         for task in (train, decode) if args.new_tokens else (train,):
             contenders = {name: partial(task, name) for name in models}
             # Both have run already, for the loss and the bytes: one more turn to warm up.
-            for name, seconds in interleave(run, contenders, args.repeats, warmup=1).items():
+            warmup = 0 if args.giving_back else 1
+            timed = interleave(run, contenders, args.repeats, warmup, args.giving_back)
+            for name, seconds in timed.items():
                 results.setdefault(name, {}).update(seconds)
         if args.new_tokens:  # the shortest length: both take minutes, and tell the same at others
             results["profile"] = {name: profile(run, partial(train, name)) for name in models}
@@ -234,45 +237,27 @@ def drive(args):
         "machine": machine(), "threads": args.threads, "torch": torch.__version__,
         "transformers": transformers.__version__, "prompt_tokens": PROMPT, "new_tokens": NEW_TOKENS,
     }  # fmt: skip
-    whole = setting | {"runs": []}
-    if args.output.exists() and args.output.stat().st_size:
-        before = json.loads(args.output.read_text())
-        if {key: before.get(key) for key in setting} != setting:
-            sys.exit(f"error: {args.output} was measured under another setting: name another file")
-        whole = before
-    try:
-        args.output.touch()  # now, before the work
-    except OSError as error:
-        sys.exit(f"error: {args.output}: {error.strerror}")
+    whole = resume(args.output, setting)
     shortest = min([*args.seq_lens, *(run["seq_len"] for run in whole["runs"])])
     jobs = [(p, s, t) for s in args.seq_lens for p in args.ranks for t in args.techniques]
     jobs = [job for job in jobs if job[0] > 1 or job[2] != "transformers"]  # its plan needs two
     failed = []
     for number, (ranks, seq_len, technique) in enumerate(jobs, 1):
         print(f"[{number}/{len(jobs)}] {technique}, {ranks} rank(s), {seq_len} tokens", flush=True)
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "record.json"
-            flags = {"technique": technique, "seq-len": seq_len, "model": args.model,
-                     "repeats": args.repeats, "dtype": args.dtype, "json": path,
-                     "new-tokens": NEW_TOKENS if seq_len == shortest else 0}  # fmt: skip
-            if cut:
-                flags["num-layers"] = args.num_layers
-            command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-            command += ["--nproc_per_node", ranks, __file__]
-            command += [word for name, value in flags.items() for word in (f"--{name}", value)]
-            job = subprocess.run(
-                list(map(str, command)), stdout=subprocess.PIPE, text=True,
-                env=os.environ | {"OMP_NUM_THREADS": str(args.threads)},
-            )  # fmt: skip
-            if job.returncode:  # for want of memory, for one; the others may still fit
-                print(f"{job.stdout[-2000:]}\n    that job failed", flush=True)
-                failed.append(f"{technique} on {ranks} rank(s) at {seq_len} tokens")
-                continue
-            record = json.loads(path.read_text())
+        flags = {"technique": technique, "seq-len": seq_len, "model": args.model,
+                 "repeats": args.repeats, "dtype": args.dtype,
+                 "new-tokens": NEW_TOKENS if seq_len == shortest else 0}  # fmt: skip
+        if cut:
+            flags["num-layers"] = args.num_layers
+        record = job(ranks, args.threads, flags)
+        if not record:
+            print("    that job failed: again, giving back memory between turns", flush=True)
+            record = job(ranks, args.threads, flags, "--giving-back")
+        if not record:
+            failed.append(f"{technique} on {ranks} rank(s) at {seq_len} tokens")
+            continue
         key = {"technique": technique, "seq_len": seq_len, "world_size": ranks}
-        record |= key | {"date": time.strftime("%Y-%m-%d")}
-        whole["runs"] = [r for r in whole["runs"] if {k: r[k] for k in key} != key] + [record]
-        args.output.write_text(json.dumps(whole, indent=1) + "\n")  # a long job may be stopped
+        add(args.output, whole, key, record)
         times = record["results"]
         for phase in times["parallel"]:
             single, ours = times["single"][phase], times["parallel"][phase]
@@ -284,15 +269,21 @@ def drive(args):
     print(f"wrote {args.output}")
 
 
-def machine():
-    """What the numbers were measured on."""
-    name = platform.processor() or platform.machine()
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                name = line.split(":")[1].strip()
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return {"cpu": name, "cores": os.cpu_count(), "gpus": gpus}
+def job(ranks, threads, flags, *switches):
+    """The record of one combination under torchrun; None where it failed."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "record.json"
+        words = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        words += ["--nproc_per_node", ranks, __file__, *switches, "--json", path]
+        words += [word for name, value in flags.items() for word in (f"--{name}", value)]
+        done = subprocess.run(
+            list(map(str, words)), stdout=subprocess.PIPE, text=True,
+            env=os.environ | {"OMP_NUM_THREADS": str(threads)},
+        )  # fmt: skip
+        if done.returncode:
+            print(done.stdout[-2000:], flush=True)
+            return None
+        return json.loads(path.read_text())
 
 
 def at_least_prompt(text):
@@ -314,33 +305,38 @@ def main():
             default=NEW_TOKENS,
             help=f"to decode; default {NEW_TOKENS}",
         )
+        parser.add_argument(
+            "--giving-back",
+            action="store_true",
+            help="hand free memory back to the system between turns: slower, for want of memory",
+        )
         measure(parser.parse_args())
     else:
         parser = argparse.ArgumentParser(
             description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
         )
-        add = parser.add_argument
-        add("--ranks", type=positive, nargs="+", default=[1, 2, 4], help="default 1 2 4")
-        add(
+        flag = parser.add_argument
+        flag("--ranks", type=positive, nargs="+", default=[1, 2, 4], help="default 1 2 4")
+        flag(
             "--techniques",
             choices=TECHNIQUES,
             nargs="+",
             default=list(TECHNIQUES),
             help="default all",
         )
-        add(
+        flag(
             "--seq-lens",
             type=at_least_prompt,
             nargs="+",
             default=[512, 2048],
             help="default 512 2048",
         )
-        add("--model", default=MODEL, help=f"default {MODEL}")
-        add("--num-layers", type=positive, default=4, help="of a random/ model; default 4")
-        add("--dtype", choices=DTYPES, default="float32", help="default float32")
-        add("--threads", type=positive, default=1, help="threads of each rank; default 1")
-        add("--repeats", type=positive, default=7, help="timed runs of each; default 7")
-        add("--output", type=Path, default=HERE / "tp_speed.json", help="default %(default)s")
+        flag("--model", default=MODEL, help=f"default {MODEL}")
+        flag("--num-layers", type=positive, default=4, help="of a random/ model; default 4")
+        flag("--dtype", choices=DTYPES, default="float32", help="default float32")
+        flag("--threads", type=positive, default=1, help="threads of each rank; default 1")
+        flag("--repeats", type=positive, default=7, help="timed runs of each; default 7")
+        flag("--output", type=Path, default=HERE / "tp_speed.json", help="default %(default)s")
         drive(parser.parse_args())
 
 

@@ -45,7 +45,7 @@ class Techniques:
     backward: "saved-outputs", "checkpoint" (recompute each layer) or "plain" (keep everything).
     tiled_loss, tiled_mlp: over tiles of tokens whose largest tensors take `tile_bytes`, whatever
     the sequence's length. head_groups: attention one group of heads after another. offload: what is
-    kept of each layer goes to host memory (CUDA).
+    kept of each layer goes to host memory (CUDA). tile_tokens: the size of tiles, instead.
     """
 
     backward: str = "saved-outputs"
@@ -54,11 +54,11 @@ class Techniques:
     head_groups: bool = True
     offload: bool = False
     tile_bytes: int = 2**23
+    tile_tokens: int | None = None
 
-
-def mlp_bytes(config, batch_size, itemsize):
-    """Bytes a token in the rest of a layer, backward: some six tensors as wide as the MLP."""
-    return 6 * (config.intermediate_size + config.hidden_size) * batch_size * itemsize
+    def tile(self, numbers, itemsize):
+        """Tokens in a tile, each of which takes so many numbers of `itemsize` bytes."""
+        return self.tile_tokens or max(1, self.tile_bytes // (numbers * itemsize))
 
 
 def sequence_loss(model, embeddings, targets, length, group, techniques):
@@ -79,9 +79,8 @@ def sequence_loss(model, embeddings, targets, length, group, techniques):
         hidden = stack.run(embeddings())
     norm, head = model.model.norm, model.lm_head
     if techniques.tiled_loss:
-        tile = techniques.tile_bytes // (head.weight.shape[0] * max(4, hidden.element_size()))
-        weights = norm.weight, head.weight
-        return TiledLoss.apply(hidden, targets, norm, max(tile, 1), *weights)
+        tile = techniques.tile(head.weight.shape[0], max(4, hidden.element_size()))
+        return TiledLoss.apply(hidden, targets, norm, tile, norm.weight, head.weight)
     return sum_of_losses(head(norm(hidden)), targets)
 
 
@@ -244,8 +243,9 @@ class Stack:
         self.first, self.mine = shares[self.rank][0], self.tokens[self.rank]
         self.dropout = config.attention_dropout if model.training else 0.0
         self.rounds = plan_rounds(config, ranks, techniques.head_groups)
-        a_token = mlp_bytes(config, self.B, model.dtype.itemsize)
-        tile = techniques.tile_bytes // a_token if techniques.tiled_mlp else self.mine
+        # The rest of a layer, backward: some six tensors as wide as the MLP.
+        a_token = 6 * (config.intermediate_size + config.hidden_size) * self.B
+        tile = techniques.tile(a_token, model.dtype.itemsize) if techniques.tiled_mlp else self.mine
         self.tiles = tiles(self.mine, max(tile, 1))
         self.parameters = [p for p in self.layers.parameters() if p.requires_grad]
         # The room of one layer's outputs, in hidden states.

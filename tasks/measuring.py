@@ -36,16 +36,31 @@ def kept_memory():
         ctypes.CDLL(None).malloc_trim(0)
 
 
+def give_back():
+    """Hand this process's free memory back to the system."""
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 @kept_memory()
-def interleave(run, contenders, repeats, warmup=2):
+def interleave(run, contenders, repeats, warmup=2, giving_back=False):
     """Seconds of the slowest rank: {contender: {phase: [s, ...]}}, in turns, after a warm-up.
 
     contenders: {name: function}; a function yields a phase's name when the phase is done. All
     ranks run all contenders; in one that is rank 0's alone, the others yield at once.
+    giving_back: for contenders whose memories do not fit side by side. Before each, all ranks hand
+    back what is free, and it runs once untimed, to touch its own memory again.
     """
     seconds = {name: {} for name in contenders}
     for turn in range(warmup + repeats):
         for name, function in contenders.items():
+            if giving_back:
+                give_back()
+                dist.barrier()
+                list(function())
             dist.barrier()
             run.synchronize()
             begin = time.perf_counter()
@@ -130,12 +145,11 @@ def peak_memory_of_process(device, function):
 
     On CUDA what tensors held, on CPU the resident memory of the process, interpreter included.
     """
-    gc.collect()
+    give_back()
     on_gpu = device.type == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     elif sys.platform == "linux":
-        ctypes.CDLL(None).malloc_trim(0)  # give back what is free before counting
         with suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")  # 5: start the high-water mark anew
     function()

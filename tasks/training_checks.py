@@ -6,32 +6,20 @@ import torch
 import torch.nn.functional as F
 
 from checkpoint import fingerprint
-from long_sequence import Techniques, mlp_bytes
+from long_sequence import Techniques
 from ulysses_forward import sum_gradients
 from utils import all_gather, kind_of
 
-
-def with_tiles(backward, *flags):
-    """Techniques for a model and a batch, given how many tokens a tile should have."""
-
-    def techniques(model, batch_size, tokens):
-        config, itemsize = model.config, model.dtype.itemsize
-        largest = max(mlp_bytes(config, batch_size, itemsize), config.vocab_size * max(4, itemsize))
-        return Techniques(backward, *flags, tile_bytes=tokens * largest)
-
-    return techniques
-
-
-# What is checked by itself: (backward, tiled_loss, tiled_mlp, head_groups).
+# What is checked by itself: backward, tiled_loss, tiled_mlp, head_groups.
 ALONE = {
-    "layers taken apart": with_tiles("plain", False, False, False),
-    "tiled loss alone": with_tiles("plain", True, False, False),
-    "tiled MLP alone": with_tiles("plain", False, True, False),
-    "head groups alone": with_tiles("plain", False, False, True),
-    "checkpointing alone": with_tiles("checkpoint", False, False, False),
-    "saved outputs alone": with_tiles("saved-outputs", False, False, False),
-    "checkpointing and tiles": with_tiles("checkpoint", True, True, True),
-    "all together": with_tiles("saved-outputs", True, True, True),
+    "layers taken apart": ("plain", False, False, False),
+    "tiled loss alone": ("plain", True, False, False),
+    "tiled MLP alone": ("plain", False, True, False),
+    "head groups alone": ("plain", False, False, True),
+    "checkpointing alone": ("checkpoint", False, False, False),
+    "saved outputs alone": ("saved-outputs", False, False, False),
+    "checkpointing and tiles": ("checkpoint", True, True, True),
+    "all together": ("saved-outputs", True, True, True),
 }
 
 
@@ -151,9 +139,8 @@ def check_techniques(run, model, references, loss, batches, layers):
     """Each technique alone: loss and gradients after the steps before (at first LoRA's are 0)."""
     expected = run.expect(lambda m: follow(run, m, whole_loss, batches, 1), references)
     before = {name: p.detach().clone() for name, p in trained(model).items()}
-    for name, techniques in ALONE.items():
-        # Tiles of seven tokens, for the loss or the MLP, whose tokens take more.
-        loss_alone = partial(loss, techniques=techniques(base_of(model), len(batches(0)), 7))
+    for name, flags in ALONE.items():
+        loss_alone = partial(loss, techniques=Techniques(*flags, tile_tokens=7))
         reduce = partial(sum_gradients, group=run.group)
         actual = follow(run, model, loss_alone, batches, 1, reduce)
         restore(model, before)
