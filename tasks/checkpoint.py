@@ -17,6 +17,7 @@ import re
 import shutil
 import signal
 import tempfile
+import time
 from pathlib import Path
 
 import torch
@@ -151,13 +152,16 @@ def resume(run, parameters, optimizer, found):
 
 
 def catch_signals():
-    """A list that gets an entry when this process is asked to stop; the second time it does."""
+    """A list that gets an entry when this process is asked to stop; the second time it does.
+
+    (Within a second it is the same time: Slurm signals torchrun and its ranks, and torchrun too.)
+    """
     stopped = []
 
     def handler(number, frame):
-        if stopped:
+        if stopped and time.monotonic() - stopped[0] > 1:
             os._exit(128 + number)
-        stopped.append(number)
+        stopped.append(time.monotonic())
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, handler)

@@ -328,6 +328,8 @@ def main():
                 how, mask = f" by .generate, {count}", torch.ones_like(prompt)
                 check_text(run, tokenizer, tokens, expected, references, mask, how)
             if args.overfit:
+                if run.world_size == 1:
+                    run.announce("one device: one batch is overfitted")
                 check_overfitting(run, parallel, references, loss, batch, args.overfit)
 
         show_model(run, parallelize, loss, also=also)

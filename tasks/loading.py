@@ -220,7 +220,7 @@ def download(name, offline=False):
             local_files_only=offline,
         ))  # fmt: skip
     except Exception as error:
-        reason = " ".join(str(error).split())[:200]
+        reason = re.sub(r"hf_\w+", "hf_...", " ".join(str(error).split())[:200])
         raise UserError(f"--model {name}: neither downloaded nor in the cache ({reason}); "
                         "give a local directory, or --model tiny") from None  # fmt: skip
 

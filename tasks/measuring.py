@@ -11,7 +11,7 @@ import resource
 import statistics
 import sys
 import time
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import torch
@@ -36,41 +36,27 @@ def kept_memory():
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def give_back():
-    """Hand this process's free memory back to the system."""
-    gc.collect()
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
-    if sys.platform == "linux":
-        ctypes.CDLL(None).malloc_trim(0)
-
-
-@kept_memory()
-def interleave(run, contenders, repeats, warmup=2, giving_back=False):
+def interleave(run, contenders, repeats, warmup=2, keep=True):
     """Seconds of the slowest rank: {contender: {phase: [s, ...]}}, in turns, after a warm-up.
 
     contenders: {name: function}; a function yields a phase's name when the phase is done. All
     ranks run all contenders; in one that is rank 0's alone, the others yield at once.
-    giving_back: for contenders whose memories do not fit side by side. Before each, all ranks hand
-    back what is free, and it runs once untimed, to touch its own memory again.
+    keep: see `kept_memory`; not for contenders whose memories do not fit side by side.
     """
     seconds = {name: {} for name in contenders}
-    for turn in range(warmup + repeats):
-        for name, function in contenders.items():
-            if giving_back:
-                give_back()
+    with kept_memory() if keep else nullcontext():
+        for turn in range(warmup + repeats):
+            for name, function in contenders.items():
                 dist.barrier()
-                list(function())
-            dist.barrier()
-            run.synchronize()
-            begin = time.perf_counter()
-            for phase in function():
                 run.synchronize()
-                lap = torch.tensor(time.perf_counter() - begin, device=run.device)
-                dist.all_reduce(lap, op=dist.ReduceOp.MAX)
-                if turn >= warmup:
-                    seconds[name].setdefault(phase, []).append(lap.item())
                 begin = time.perf_counter()
+                for phase in function():
+                    run.synchronize()
+                    lap = torch.tensor(time.perf_counter() - begin, device=run.device)
+                    dist.all_reduce(lap, op=dist.ReduceOp.MAX)
+                    if turn >= warmup:
+                        seconds[name].setdefault(phase, []).append(lap.item())
+                    begin = time.perf_counter()
     return seconds
 
 
@@ -145,11 +131,12 @@ def peak_memory_of_process(device, function):
 
     On CUDA what tensors held, on CPU the resident memory of the process, interpreter included.
     """
-    give_back()
+    gc.collect()
     on_gpu = device.type == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     elif sys.platform == "linux":
+        ctypes.CDLL(None).malloc_trim(0)  # give back what is free before counting
         with suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")  # 5: start the high-water mark anew
     function()

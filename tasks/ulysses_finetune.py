@@ -26,32 +26,26 @@ on to the same bits, by itself under `torchrun --max-restarts`.
 """
 
 import argparse
-import copy
 import hashlib
 import math
 import statistics
 import sys
-import tempfile
 import time
-import warnings
 from functools import partial
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from peft import LoraConfig, PromptTuningConfig, get_peft_model
-from safetensors.torch import save_file
 from tqdm import tqdm
 
-from checkpoint import catch_signals, find, fingerprint, open_folder, resume, save, swap
+from checkpoint import catch_signals, find, fingerprint, open_folder, resume, save
+from finetuning import load, save_result, warm_up, within_budget
 from long_sequence import Techniques, possible, sequence_loss
 from training_checks import base_of, check_replicas, check_training, make_optimizer, trained
 from ulysses_forward import sequence_mask, sequence_parallelize, sum_gradients, sum_of_losses
 from utils import (
     UserError,
     all_gather,
-    is_hub_id,
-    limited_memory,
     load_tokens,
     make_parser,
     natural,
@@ -170,53 +164,6 @@ def refuse_nan(i, values):
                         "smaller --lr may help")  # fmt: skip
 
 
-# ---------------------------------------------------------------- the model and its adapter
-
-
-def load(run, parallelize=None):
-    """The model of --model with the adapter of --peft, seeded: the same on every rank."""
-    args = run.args
-    run.source.config.use_cache = False  # there is nothing to generate
-    model = run.source.load_model(run.dtype, run.device, parallelize)
-    with warnings.catch_warnings():  # PEFT and the newest transformers disagree on names
-        warnings.simplefilter("ignore", FutureWarning)
-        if args.gradient_checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-        if args.peft != "none":
-            config = PromptTuningConfig(num_virtual_tokens=args.num_virtual_tokens)
-            if args.peft == "lora":
-                targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
-                config = LoraConfig(r=args.lora_rank, lora_alpha=16, target_modules=targets)
-            config.task_type = "CAUSAL_LM"
-            config.base_model_name_or_path = args.model if is_hub_id(args.model) else None
-            torch.manual_seed(args.seed)
-            model = get_peft_model(model, config)
-    if run.dtype == torch.float64:  # PEFT makes some adapters float32
-        for parameter in trained(model).values():
-            parameter.data = parameter.data.double()
-    return model.train()  # PEFT leaves it in eval, where checkpointing does nothing
-
-
-def save_result(run, model, final):
-    """Write the adapter, or model and tokenizer, as PEFT and transformers have them; by rank 0."""
-    with tempfile.TemporaryDirectory(dir=final.parent, prefix=".result-", suffix=".part") as part:
-        part = Path(part) / "result"
-        if run.args.peft != "none":
-            model.save_pretrained(part, save_embedding_layers=False)
-        else:
-            config = copy.deepcopy(run.source.config)
-            config.architectures, config.use_cache = ["LlamaForCausalLM"], True
-            config.save_pretrained(part)
-            tensors = {name: p.detach().cpu() for name, p in trained(model).items()}
-            save_file(tensors, part / "model.safetensors", {"format": "pt"})
-            if tokenizer := run.source.tokenizer():
-                tokenizer.save_pretrained(part)
-        for file in part.iterdir():
-            file.chmod(0o644)  # safetensors lets nobody else read it
-        swap(part, final)
-    print(f"saved {final}", flush=True)
-
-
 # ---------------------------------------------------------------- what is shown with it
 
 
@@ -287,33 +234,6 @@ def main():
         finetune(run)
 
 
-def warm_up(run, model, loss_of, ids):
-    """A step of as few tokens as can be, so that threads and libraries have what they keep."""
-    if run.args.memory_budget:
-        loss_of(model, ids[:1, : max(2, run.world_size)]).backward()
-        sum_gradients(trained(model).values(), run.group)
-        model.zero_grad()
-        aside = torch.nn.Parameter(torch.zeros(1, device=run.device))
-        aside.grad = torch.zeros_like(aside)
-        torch.optim.Adam([aside]).step()  # what it imports is more than what it keeps
-
-
-def within_budget(run, length, function):
-    """function(), under --memory-budget; what does not fit is one line."""
-    try:
-        with limited_memory(run.device, run.args.memory_budget):
-            function()
-    except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
-        said = str(error).lower()
-        if "peer" in said:  # another rank has stopped, and says why; torchrun will end this one
-            time.sleep(5)
-        if not isinstance(error, MemoryError) and "memory" not in said and "alloc" not in said:
-            raise
-        raise UserError(f"out of memory: {run.args.batch_size} x {length} positions on "
-                        f"{run.world_size} rank(s) do not fit; a shorter --seq-len, more ranks, or "
-                        "more --memory-budget") from None  # fmt: skip
-
-
 def choose_techniques(run, model):
     """What saves memory: as the flags and the model have it; None for Task 4's own forward."""
     args = run.args
@@ -328,8 +248,7 @@ def choose_techniques(run, model):
     parts = [name for name in SAVES if getattr(techniques, name.replace("-", "_"), False)]
     run.say(f"layers: {techniques.backward}; {', '.join(parts)}; tiles of {mib} MiB")
     if run.world_size == 1 and techniques.head_groups:
-        text = "ONE DEVICE: THE HEADS OF ATTENTION ARE COMPUTED SEQUENTIALLY, GROUP BY GROUP"
-        run.say(f"\033[1m{text}\033[0m" if sys.stdout.isatty() else f"*** {text} ***")
+        run.announce("One device: the heads of attention are computed sequentially, group by group")
     return techniques
 
 

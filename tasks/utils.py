@@ -10,7 +10,6 @@ where the shares are uneven. A tensor has dims, a mesh has axes.
 """
 
 import argparse
-import ctypes
 import datetime
 import faulthandler
 import json
@@ -18,8 +17,6 @@ import os
 import platform
 import signal
 import sys
-import tempfile
-import time
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -71,6 +68,17 @@ from sharding import (  # noqa: F401
     share_heads,
     sum_over_ranks,
 )
+from starting import (
+    agree,
+    check_writable,
+    choose_device,
+    end_with_torchrun,
+    env_rank,
+    fail,
+    join_store,
+    read_environment,
+)
+from watching import Watch
 
 # Huge pages for large CPU tensors: touching new memory is else slower than most of what is done
 # with it. Read once, when PyTorch allocates for the first time.
@@ -78,23 +86,7 @@ os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
-# ---------------------------------------------------------------- what a user got wrong
-
-
-def fail(message, patient=True):
-    """Print one `error:` line for the whole job and exit with code 2."""
-    if patient and env_rank():
-        # torchrun ends the job when the first rank exits; if that were this one, rank 0's line
-        # could get lost. Rank 0 sees the same error unless only this rank can see it.
-        time.sleep(10)
-    sys.stdout.flush()
-    print(f"error: {' '.join(str(message).split())}", file=sys.stderr, flush=True)
-    os._exit(2)  # at once: an ordinary exit would wait for the process group
-
-
-def env_rank():
-    rank = os.environ.get("RANK", "0")
-    return int(rank) if rank.isdigit() else 0
+# ---------------------------------------------------------------- flags
 
 
 class Parser(argparse.ArgumentParser):
@@ -137,6 +129,8 @@ def make_parser(doc):
     )
     add("--seed", type=seed, default=1337, help="of random weights and inputs; default 1337")
     add("--json", metavar="FILE", type=Path, help="write checks and results there; default none")
+    add("--timeout", type=positive, default=600, help="seconds after which a rank that waits for "
+        "another gives up; default 600")  # fmt: skip
     return parser
 
 
@@ -144,14 +138,16 @@ def make_parser(doc):
 
 
 @contextmanager
-def start(args, timeout_s=600):
+def start(args):
     """Start the process group, yield a `Run`, and end the job by the contract.
 
     Works under torchrun and, as world size 1, without it. When the block ends, so does the process:
     with `Tests passed` and exit code 0, since all checks passed. A `UserError` in it becomes one
-    error line and exit code 2. A rank that waits `timeout_s` seconds in a collective gives up.
+    error line and exit code 2. A rank that waits --timeout seconds in a collective gives up, and
+    says for whom.
     """
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # kill -USR1: where does it hang?
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends a rank that waits, too, and says nothing
     world_size = read_environment()
     check_writable(args.json)
     device, notice = choose_device(args.device)
@@ -166,89 +162,28 @@ def start(args, timeout_s=600):
         store=store,
         rank=rank,
         world_size=world_size,
-        timeout=datetime.timedelta(seconds=timeout_s),
+        timeout=datetime.timedelta(seconds=args.timeout),
         device_id=device if device.type == "cuda" else None,
     )
-    run = Run(args, device)
+    watch, run = Watch(store, rank, world_size, args.timeout), Run(args, device)
     if notice and rank == 0:
         print(f"note: {notice}", flush=True)
     run.print_in_order(f"Initialized rank={rank}")
     try:
+        agree(run)
         yield run
+        assert run.checks, "a script that checks nothing must not pass"
+        run.write_json()
+        watch.stop()
     except UserError as error:
         fail(error)
-    assert run.checks, "a script that checks nothing must not pass"
-    run.write_json()
+    except RuntimeError as error:  # of a collective, most likely
+        watch.explain(error)
+        raise
     run.print_in_order(f"Tests passed (rank={rank})")
     dist.destroy_process_group()
     sys.stdout.flush()
     os._exit(0)  # not through the interpreter's end, which gloo's threads may outlive and abort
-
-
-def read_environment():
-    """The world size that torchrun set, or 1 without torchrun."""
-    names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"]
-    values = {name: os.environ[name] for name in names if os.environ.get(name)}
-    if not values:
-        return 1
-    hint = "unset them, or start with torchrun --standalone"
-    missing = ", ".join(name for name in names if name not in values)
-    if missing:
-        fail(f"{', '.join(values)} set, but not {missing}: {hint}", patient=False)
-    numbers = [values[name] for name in names if name != "MASTER_ADDR"]
-    if not all(n.isdigit() for n in numbers) or not env_rank() < int(values["WORLD_SIZE"]):
-        said = ", ".join(f"{name}={value}" for name, value in values.items())
-        fail(f"{said}: no such rank; {hint}", patient=False)
-    return int(values["WORLD_SIZE"])
-
-
-def join_store(seconds=120):
-    """The ranks' common store, and this rank; for one start attempt of torchrun's only."""
-    try:
-        timeout = datetime.timedelta(seconds=seconds)
-        store, rank, _ = next(dist.rendezvous("env://", timeout=timeout))
-    except (dist.DistError, ValueError, RuntimeError) as error:
-        place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        fail(f"no other ranks at {place} ({error}): start with torchrun --standalone")
-    # torchrun keeps one store for all its attempts; a restarted rank must not read the dead
-    # attempt's addresses (pytorch issue 135712).
-    return dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store), rank
-
-
-def end_with_torchrun():
-    """If torchrun is killed, its workers would live on, each in a session of its own."""
-    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # 1 = PR_SET_PDEATHSIG
-        if os.getppid() == 1 and b"torch" not in Path("/proc/1/cmdline").read_bytes():
-            os._exit(1)  # it is gone already, and we are an orphan
-
-
-def check_writable(path):
-    """Refuse an output file that cannot be written, before any work is done."""
-    if path is None:
-        return
-    try:
-        if path.exists() and not path.is_file():
-            fail(f"--json {path}: not a file")
-        with tempfile.TemporaryFile(dir=path.resolve().parent):
-            pass
-    except OSError as error:
-        fail(f"--json {path}: cannot be written there ({error.strerror}); name another file")
-
-
-def choose_device(wanted):
-    """This rank's device, and a notice if it is not what one would expect."""
-    gpus, local = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if wanted == "cuda" and not gpus:
-        fail("--device cuda: PyTorch sees no GPU; use --device cpu")
-    if wanted == "cpu" or not gpus:
-        return torch.device("cpu"), None
-    if gpus < local:
-        notice = f"{local} ranks but {gpus} GPU(s) on this machine: running on CPU with gloo"
-        return torch.device("cpu"), notice
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    torch.cuda.set_device(device)
-    return device, None
 
 
 # ---------------------------------------------------------------- the run
@@ -287,6 +222,12 @@ class Run(Comparison):
         """Print on rank 0."""
         if self.rank == 0:
             print(text, flush=True)
+
+    def announce(self, text):
+        """Print on rank 0 what the assignment wants announced in bold capitals."""
+        self.say(
+            f"\033[1m{text.upper()}\033[0m" if sys.stdout.isatty() else f"*** {text.upper()} ***"
+        )
 
     def from_rank0(self, value):
         """Rank 0's tensor, number or object, on every rank; the others pass None or their own."""

@@ -118,10 +118,11 @@ def rank_main(path, args, env, log):
     runpy.run_path(str(path), run_name="__main__")
 
 
-def ranks(path, *args, nproc, folder, timeout=60, torchrun=True):
+def ranks(path, *args, nproc, folder, timeout=60, torchrun=True, env=None, each=None):
     """A script's ranks without torchrun, forked from a process with all imports done.
 
-    torchrun: whether they see what torchrun would set; else it is as after plain `python`. Saves
+    torchrun: whether they see what torchrun would set; else it is as after plain `python`. env:
+    changes to that. each: [flags, ...] of each rank, instead of args for all. Saves
     the seconds that every start costs, where a test needs many jobs. Ends like torchrun: when one
     rank fails, the others are killed. Returns a Result with the worst exit code.
     """
@@ -132,12 +133,12 @@ def ranks(path, *args, nproc, folder, timeout=60, torchrun=True):
         port = probe.getsockname()[1]
     job, begin, workers = uuid.uuid4().hex, time.monotonic(), []
     for rank in range(nproc):
-        env = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc}
-        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        env = {name: str(value) for name, value in env.items()} if torchrun else {}
-        env = environment(job, env)
-        log = folder / f"rank{rank}"
-        workers.append(context.Process(target=rank_main, args=(path, args, env, log)))
+        own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc}
+        own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        own = {name: str(value) for name, value in own.items()} if torchrun else {}
+        own, log = environment(job, own | (env or {})), folder / f"rank{rank}"
+        words = each[rank] if each else args
+        workers.append(context.Process(target=rank_main, args=(path, words, own, log)))
         workers[-1].start()
     while time.monotonic() - begin < timeout:
         codes = [worker.exitcode for worker in workers]

@@ -256,9 +256,7 @@ def test_damaged_checkpoints_of_later_steps(trained, tmp_path):
 def test_result_cannot_be_saved(tmp_path):
     """One line, on all ranks; the checkpoint is there to resume from."""
     right = "        swap(part, final)\n    print"
-    plant(
-        tmp_path, "ulysses_finetune.py", right, "        raise OSError(28, 'No space')\n    print"
-    )
+    plant(tmp_path, "finetuning.py", right, "        raise OSError(28, 'No space')\n    print")
     out = tmp_path / "out"
     script = tmp_path / "ulysses_finetune.py"
     result, _ = finetune(tmp_path, "--output-dir", out, nproc=2, script=script)

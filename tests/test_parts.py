@@ -110,16 +110,13 @@ def test_float64_is_float64():
     assert (exact - rounded(ids).logits).abs().max() > 1e-9  # what the library's norm rounds away
 
 
-def script_help(script):
-    result = launch.run([launch.sys.executable, launch.TASKS / f"{script}.py", "--help"])
-    assert result.code == 0 and not result.err, result.tail()
-    return result.out
-
-
 @pytest.mark.parametrize("script", launch.SCRIPTS)
-def test_help_and_flags(script):
+def test_help_and_flags(script, tmp_path):
     """F1, F2: each flag has a help text with its default, and torchrun takes none for its own."""
-    text = script_help(script)
+    file = launch.TASKS / f"{script}.py"
+    result = launch.ranks(file, "--help", nproc=1, folder=tmp_path, torchrun=False)
+    assert result.code == 0 and not result.err, result.tail()
+    text = result.out
     options = text[text.index("\noptions:") :]
     flags = re.findall(r"^  (?:-h, )?(--[a-z0-9-]+)", options, re.M)
     assert {"--model", "--dtype", "--device", "--seed", "--json", "--num-layers"} <= set(flags)

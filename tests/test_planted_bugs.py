@@ -398,7 +398,7 @@ BUGS = {
         " / 100)", "after a step",
     ),
     "the adapter's replicas begin differently": (
-        "ulysses_finetune", 2, "ulysses_finetune.py", "torch.manual_seed(args.seed)",
+        "ulysses_finetune", 2, "finetuning.py", "torch.manual_seed(args.seed)",
         "torch.manual_seed(args.seed + run.rank)", "hash of what is trained, before",
     ),
     "the adapter's replicas part": (
@@ -410,7 +410,7 @@ BUGS = {
         "parameter.copy_(values[name])", "pass", "losses of the training, as checked",
     ),
     "nothing is recomputed, in eval mode": (
-        "ulysses_finetune --gradient-checkpointing", 2, "ulysses_finetune.py",
+        "ulysses_finetune --gradient-checkpointing", 2, "finetuning.py",
         "return model.train()", "return model.eval()", "forwards of a layer",
     ),
     "a token without label has a loss": (

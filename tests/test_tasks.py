@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import launch
+from test_readme import SHOWN, same
 
 # Every script there is is run; these flags only keep further runs of some short.
 QUICK = {
@@ -19,7 +20,6 @@ QUICK = {
 }
 WHOLE_MODEL = "tp_llama", "dtensor_llama", "ulysses_forward"
 DEEP = *WHOLE_MODEL, "ulysses_finetune"  # the gradients that they compare come through 5 layers
-README_RANKS = {"tp_mlp": 4}  # in the commands that the README shows; 2 for all others
 
 
 def passed(result, nproc):
@@ -45,29 +45,56 @@ def checks(path, nproc, dtype):
     return record, record["checks"]
 
 
-@pytest.mark.parametrize("nproc", [1, 2, 3, 4])
 @pytest.mark.parametrize("script", launch.SCRIPTS)
-def test_float32(script, nproc, tmp_path):
-    """The README's command as it stands there, and the same on other rank counts, shortened."""
-    args = [] if nproc == README_RANKS.get(script, 2) else QUICK.get(script, [])
+def test_as_shown(script, tmp_path):
+    """F4: the README's command prints what stands there."""
+    ranks, printed = SHOWN[script]
     path = tmp_path / "record.json"
-    result = launch.torchrun(script, *args, "--json", path, nproc=nproc)
-    passed(result, nproc)
+    result = launch.torchrun(script, "--json", path, nproc=int(ranks))
+    passed(result, int(ranks))
+    same(printed, result.out)
+    every = float32(script, int(ranks), result, path)
+    if script == "tp_mlp":
+        assert {"golden output", "golden input grad"} <= {check["name"] for check in every}
+
+
+STRESS = pytest.mark.stress
+BY = [("forked", nproc) for nproc in (1, 2, 3, 4)]
+BY += [pytest.param("torchrun", nproc, marks=STRESS) for nproc in (1, 2, 3, 4)]
+
+
+@pytest.mark.parametrize(("by", "nproc"), BY)
+@pytest.mark.parametrize("script", launch.SCRIPTS)
+def test_float32(script, by, nproc, tmp_path):
+    """On all rank counts, a little shortened."""
+    path = tmp_path / "record.json"
+    args = [*QUICK.get(script, []), "--json", path]
+    if by == "torchrun":
+        result = launch.torchrun(script, *args, nproc=nproc)
+        passed(result, nproc)
+    else:
+        file = launch.TASKS / f"{script}.py"
+        result = launch.ranks(file, *args, nproc=nproc, folder=tmp_path, timeout=120)
+        assert result.code == 0 and result.out.count("Tests passed") == nproc, result.tail()
+    float32(script, nproc, result, path)
+
+
+def float32(script, nproc, result, path):
+    """What the record of such a run must say."""
     record, every = checks(path, nproc, "float32")
     for check in every:
         layers = 5 if script in DEEP and "grad" in check["name"] else 1  # of tiny
         bound = 1.001e-5 * layers * max(1, check["max_abs_reference"])
         exempt = check["name"].startswith(("golden", "last loss"))
         assert check["tolerance"] <= bound or exempt, check
-    if script == "tp_mlp" and nproc == 4:
-        assert {"golden output", "golden input grad"} <= {check["name"] for check in every}
     if script in (*WHOLE_MODEL, "kv_cache"):
         assert "A quick brown fox jumps over the lazy dog" in result.out
     if script in WHOLE_MODEL:
         assert record["results"].keys() >= {"single_forward_s", "parallel_peak_memory_bytes"}
+    return every
 
 
-@pytest.mark.parametrize("nproc", [1, 2, 3, 4])
+@pytest.mark.parametrize("nproc", [2, 4, *(pytest.param(nproc, marks=STRESS) for nproc in (1, 3))])
 @pytest.mark.parametrize("script", launch.SCRIPTS)
 def test_float64(script, nproc, tmp_path):
     """No bug can hide in rounding: everything to 1e-10 of the largest reference value."""
@@ -82,12 +109,13 @@ def test_float64(script, nproc, tmp_path):
         assert check["max_abs_diff"] <= bound or exempt, check
 
 
-@pytest.mark.parametrize("nproc", [3, 5, 6])
+@pytest.mark.parametrize("nproc", [3, 5, pytest.param(6, marks=STRESS)])
 @pytest.mark.parametrize("script", launch.SCRIPTS)
-def test_odd_llama(script, nproc, tmp_path, odd_llama):
-    """Sizes that divide by nothing, biases, an untied head, more ranks than KV heads."""
+def test_odd_llama(script, nproc, tmp_path, odd_llama, shallow_llama):
+    """Sizes that divide by nothing, biases, an untied head, more ranks than KV heads; B13."""
     path = tmp_path / "record.json"
-    args = ["--model", odd_llama, "--dtype", "float64", *QUICK.get(script, []), "--json", path]
+    model = shallow_llama if nproc == 5 else odd_llama
+    args = ["--model", model, "--dtype", "float64", *QUICK.get(script, []), "--json", path]
     args += ["--batch-size", 3, "--seq-len", 23] if script in DEEP else []
     file = launch.TASKS / f"{script}.py"
     result = launch.ranks(file, *args, nproc=nproc, folder=tmp_path, timeout=120)
@@ -95,7 +123,10 @@ def test_odd_llama(script, nproc, tmp_path, odd_llama):
     checks(path, nproc, "float64")
 
 
-@pytest.mark.parametrize("script", ["tp_attention", "tp_llama", "dtensor_llama", "ulysses_forward"])
+@pytest.mark.parametrize(
+    "script",
+    ["tp_llama", *(pytest.param(s, marks=STRESS) for s in ("dtensor_llama", "ulysses_forward"))],
+)
 def test_eight_ranks(script, tmp_path):
     """One query head a rank, and each of the 4 KV heads on two of them."""
     args = QUICK.get(script, [])
@@ -119,6 +150,7 @@ def test_overfitting(nproc, tmp_path):
     file = launch.TASKS / "dtensor_llama.py"
     result = launch.ranks(file, *args, nproc=nproc, folder=tmp_path)
     assert result.code == 0 and "check losses while overfitting" in result.out, result.tail()
+    assert ("*** ONE DEVICE: ONE BATCH IS OVERFITTED ***" in result.out) == (nproc == 1)
 
 
 def test_bytes_of_the_all_to_alls(tmp_path):

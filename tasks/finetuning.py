@@ -1,0 +1,84 @@
+"""Around Task 5's technique: the model with its adapter, what is saved, and a limit on memory."""
+
+import copy
+import tempfile
+import warnings
+from pathlib import Path
+
+import torch
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from safetensors.torch import save_file
+
+from checkpoint import swap
+from training_checks import trained
+from ulysses_forward import sum_gradients
+from utils import UserError, is_hub_id, limited_memory
+
+
+def load(run, parallelize=None):
+    """The model of --model with the adapter of --peft, seeded: the same on every rank."""
+    args = run.args
+    run.source.config.use_cache = False  # there is nothing to generate
+    model = run.source.load_model(run.dtype, run.device, parallelize)
+    with warnings.catch_warnings():  # PEFT and the newest transformers disagree on names
+        warnings.simplefilter("ignore", FutureWarning)
+        if args.gradient_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        if args.peft != "none":
+            config = PromptTuningConfig(num_virtual_tokens=args.num_virtual_tokens)
+            if args.peft == "lora":
+                targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
+                config = LoraConfig(r=args.lora_rank, lora_alpha=16, target_modules=targets)
+            config.task_type = "CAUSAL_LM"
+            config.base_model_name_or_path = args.model if is_hub_id(args.model) else None
+            torch.manual_seed(args.seed)
+            model = get_peft_model(model, config)
+    if run.dtype == torch.float64:  # PEFT makes some adapters float32
+        for parameter in trained(model).values():
+            parameter.data = parameter.data.double()
+    return model.train()  # PEFT leaves it in eval, where checkpointing does nothing
+
+
+def save_result(run, model, final):
+    """Write the adapter, or model and tokenizer, as PEFT and transformers have them; by rank 0."""
+    with tempfile.TemporaryDirectory(dir=final.parent, prefix=".result-", suffix=".part") as part:
+        part = Path(part) / "result"
+        if run.args.peft != "none":
+            model.save_pretrained(part, save_embedding_layers=False)
+        else:
+            config = copy.deepcopy(run.source.config)
+            config.architectures, config.use_cache = ["LlamaForCausalLM"], True
+            config.save_pretrained(part)
+            tensors = {name: p.detach().cpu() for name, p in trained(model).items()}
+            save_file(tensors, part / "model.safetensors", {"format": "pt"})
+            if tokenizer := run.source.tokenizer():
+                tokenizer.save_pretrained(part)
+        for file in part.iterdir():
+            file.chmod(0o644)  # safetensors lets nobody else read it
+        swap(part, final)
+    print(f"saved {final}", flush=True)
+
+
+def warm_up(run, model, loss_of, ids):
+    """A step of as few tokens as can be, so that threads and libraries have what they keep."""
+    if run.args.memory_budget:
+        loss_of(model, ids[:1, : max(2, run.world_size)]).backward()
+        sum_gradients(trained(model).values(), run.group)
+        model.zero_grad()
+        aside = torch.nn.Parameter(torch.zeros(1, device=run.device))
+        aside.grad = torch.zeros_like(aside)
+        torch.optim.Adam([aside]).step()  # what it imports is more than what it keeps
+
+
+def within_budget(run, length, function):
+    """function(), under --memory-budget; what does not fit is one line."""
+    try:
+        with limited_memory(run.device, run.args.memory_budget):
+            function()
+    except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
+        said = str(error).lower()
+        if not isinstance(error, MemoryError) and "memory" not in said and "alloc" not in said:
+            raise
+        raise UserError(f"out of memory: {run.args.batch_size} x {length} positions on "
+                        f"{run.world_size} rank(s) do not fit; a shorter --seq-len, more ranks, or "
+                        "more --memory-budget") from None  # fmt: skip

@@ -1,0 +1,118 @@
+"""How a job starts and ends: torchrun's environment, the device, one error line for all ranks."""
+
+import ctypes
+import datetime
+import os
+import signal
+import sys
+import tempfile
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from packaging.version import Version
+
+from sharding import UserError
+
+TESTED = {"transformers": ("4.48.3", "5.23.0"), "peft": ("0.14.0", "0.21.2")}  # from, to
+
+
+def fail(message, patient=True):
+    """Print one `error:` line for the whole job and exit with code 2."""
+    if patient and env_rank():
+        # torchrun ends the job when the first rank exits; if that were this one, rank 0's line
+        # could get lost. Rank 0 sees the same error unless only this rank can see it.
+        time.sleep(10)
+    sys.stdout.flush()
+    print(f"error: {' '.join(str(message).split())}", file=sys.stderr, flush=True)
+    os._exit(2)  # at once: an ordinary exit would wait for the process group
+
+
+def env_rank():
+    rank = os.environ.get("RANK", "0")
+    return int(rank) if rank.isdigit() else 0
+
+
+def read_environment():
+    """The world size that torchrun set, or 1 without torchrun."""
+    names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"]
+    values = {name: os.environ[name] for name in names if os.environ.get(name)}
+    if not values:
+        return 1
+    hint = "unset them, or start with torchrun --standalone"
+    missing = ", ".join(name for name in names if name not in values)
+    if missing:
+        fail(f"{', '.join(values)} set, but not {missing}: {hint}", patient=False)
+    numbers = [values[name] for name in names if name != "MASTER_ADDR"]
+    if not all(n.isdigit() for n in numbers) or not env_rank() < int(values["WORLD_SIZE"]):
+        said = ", ".join(f"{name}={value}" for name, value in values.items())
+        fail(f"{said}: no such rank; {hint}", patient=False)
+    return int(values["WORLD_SIZE"])
+
+
+def join_store(seconds=120):
+    """The ranks' common store, and this rank; for one start attempt of torchrun's only."""
+    try:
+        timeout = datetime.timedelta(seconds=seconds)
+        store, rank, _ = next(dist.rendezvous("env://", timeout=timeout))
+    except (dist.DistError, ValueError, RuntimeError) as error:
+        place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        fail(f"no other ranks at {place} ({error}): start with torchrun --standalone")
+    # torchrun keeps one store for all its attempts; a restarted rank must not read the dead
+    # attempt's addresses (pytorch issue 135712).
+    return dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store), rank
+
+
+def end_with_torchrun():
+    """If torchrun is killed, its workers would live on, each in a session of its own."""
+    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # 1 = PR_SET_PDEATHSIG
+        if os.getppid() == 1 and b"torch" not in Path("/proc/1/cmdline").read_bytes():
+            os._exit(1)  # it is gone already, and we are an orphan
+
+
+def check_writable(path):
+    """Refuse an output file that cannot be written, before any work is done."""
+    if path is None:
+        return
+    try:
+        if path.exists() and not path.is_file():
+            fail(f"--json {path}: not a file")
+        with tempfile.TemporaryFile(dir=path.resolve().parent):
+            pass
+    except OSError as error:
+        fail(f"--json {path}: cannot be written there ({error.strerror}); name another file")
+
+
+def choose_device(wanted):
+    """This rank's device, and a notice if it is not what one would expect."""
+    gpus, local = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if wanted == "cuda" and not gpus:
+        fail("--device cuda: PyTorch sees no GPU; use --device cpu")
+    if wanted == "cpu" or not gpus:
+        return torch.device("cpu"), None
+    if gpus < local:
+        notice = f"{local} ranks but {gpus} GPU(s) on this machine: running on CPU with gloo"
+        return torch.device("cpu"), notice
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    return device, None
+
+
+def agree(run):
+    """Refuse ranks that were started with different flags or libraries; torchrun cannot tell."""
+    mine = {f"--{name.replace('_', '-')}": str(value) for name, value in vars(run.args).items()}
+    mine |= {name: version(name) for name in ("torch", *TESTED)}
+    everyone = [None] * run.world_size
+    dist.all_gather_object(everyone, mine)
+    for rank, theirs in enumerate(everyone):
+        for name in everyone[0].keys() | theirs.keys():
+            first, other = everyone[0].get(name), theirs.get(name)
+            if first != other:
+                raise UserError(f"{name} is {first} on rank 0, but {other} on rank {rank}: start "
+                                "all ranks with the same command and libraries")  # fmt: skip
+    for name, (oldest, newest) in TESTED.items():
+        if not Version(oldest) <= Version(mine[name]) <= Version(newest):
+            run.say(f"note: {name} {mine[name]}; tested with {oldest} to {newest}")

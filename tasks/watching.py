@@ -1,0 +1,120 @@
+"""Noticing who is missing. A rank that hangs closes no connection, nor does a machine that is lost.
+
+What torchrun sees is a process of its own machine that ends. Left are two cases, which would else
+take the collectives' whole timeout, or not end, or end without a name:
+
+* A rank does not come to a collective (it sleeps, is stopped, or computes): those that waited
+  --timeout seconds say so in the ranks' store, and who did not say so is late.
+* A machine is cut off: between several nodes, one rank of each tells the others every second that
+  it is alive. Silence for NODE_TIMEOUT seconds (the environment's; default 15) ends the job.
+"""
+
+import datetime
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from contextlib import suppress
+
+import psutil
+import torch.distributed as dist
+
+
+class Watch:
+    """One for each rank, from its start to its end. store: the ranks' own."""
+
+    def __init__(self, store, rank, world_size, timeout_s):
+        self.store, self.rank, self.world_size = store, rank, world_size
+        self.timeout_s, self.over = timeout_s, threading.Event()
+        self.node, nodes = (os.environ.get(n, "0") for n in ("GROUP_RANK", "GROUP_WORLD_SIZE"))
+        store.set(f"process/{rank}", f"{self.node} {os.getpid()}")
+        if int(nodes) > 1 and os.environ.get("LOCAL_RANK") == "0":
+            self.silence_s = float(os.environ.get("NODE_TIMEOUT", "15"))
+            self.contact = time.monotonic()
+            for loop in (self.tell, self.listen):
+                threading.Thread(target=loop, args=(int(nodes),), daemon=True).start()
+
+    # ------------------------------------------------ several nodes
+
+    def tell(self, nodes):
+        """Say that this node is alive, and hear when others last were, until all is over."""
+        # A connection of its own: another's may be waiting in the middle of a question.
+        place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        patience = datetime.timedelta(seconds=self.silence_s)
+        store, heard = dist.TCPStore(*place, is_master=False, timeout=patience), {}
+        while not self.over.wait(1):
+            store.add(f"alive/{attempt}/{self.node}", 1)
+            for node in range(nodes):
+                count, now = store.add(f"alive/{attempt}/{node}", 0), time.monotonic()
+                before, since = heard.setdefault(node, (count, now))
+                heard[node] = (count, now if count > before else since)
+                if now - heard[node][1] > self.silence_s:
+                    self.lost(f"node {node}")
+            self.contact = time.monotonic()
+
+    def listen(self, nodes):
+        """Notice when `tell` no longer gets an answer: it may hang, or have failed."""
+        while not self.over.wait(1):
+            if time.monotonic() - self.contact > self.silence_s + 2:
+                self.lost(f"the node of rank 0 ({os.environ['MASTER_ADDR']})", cut_off=True)
+
+    def lost(self, what, cut_off=False):
+        """End this node's part of the job. torchrun would wait for its store, too, if cut off."""
+        if not self.over.is_set():
+            agent = psutil.Process(os.getppid()) if cut_off else None
+            others = [*agent.children(), agent] if agent else []
+            end(f"no sign of life from {what} for {self.silence_s:g} s: it, or the network between,"
+                f" is gone; this is node {self.node}, which stops", others)  # fmt: skip
+
+    def stop(self):
+        """Called by all ranks together, at the end of their work."""
+        dist.barrier()
+        self.over.set()
+
+    # ------------------------------------------------ a rank that does not come
+
+    def explain(self, error):
+        """Where a collective failed because a rank is late or gone, say who; else return."""
+        said = str(error).lower()
+        late = "timed out" in said or "timeout" in said
+        if not late and "peer" not in said and "broken pipe" not in said:
+            return
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)
+        everyone = range(self.world_size)
+        with suppress(dist.DistError):  # rank 0's node is gone, and the store with it
+            self.store.set(f"waited/{self.rank}", "")
+            # The others give up now, too; or one has ended and said why, and torchrun, which sees
+            # it, ends this one meanwhile.
+            time.sleep(2 if late else 3)
+            waited = [rank for rank in everyone if self.store.check([f"waited/{rank}"])]
+            missing = [rank for rank in everyone if rank not in waited]
+            if not missing:
+                return  # all wait, each for something else: a bug, with its traceback
+            if self.rank != waited[0]:
+                time.sleep(10)
+            for rank in missing:  # torchrun would wait half a minute for one that is stopped
+                node, process = self.store.get(f"process/{rank}").decode().split()
+                if node == self.node:
+                    with suppress(ProcessLookupError):
+                        os.kill(int(process), signal.SIGKILL)
+            folder = os.path.dirname(os.path.abspath(sys.argv[0]))
+            frames = [f for f in traceback.extract_tb(error.__traceback__) if folder in f.filename]
+            place = [f"{os.path.basename(f.filename)}:{f.lineno} ({f.name})" for f in frames[:2]]
+            what = f"did not come, in {self.timeout_s:g} s," if late else "ended, and did not come"
+            end(f"rank {', '.join(map(str, missing))} {what} to what rank "
+                f"{', '.join(map(str, waited))} waited for at {' > '.join(place)}"
+                + (": it hangs, or needs a longer --timeout" if late else ""))  # fmt: skip
+
+
+def end(message, others=()):
+    """One line, and the end, from whatever thread; of other processes, too."""
+    sys.stdout.flush()
+    print(f"error: {message}", file=sys.stderr, flush=True)
+    for process in others:
+        if process.pid != os.getpid():
+            process.kill()
+    os._exit(1)

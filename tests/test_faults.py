@@ -1,0 +1,336 @@
+"""Faults, by the ids of a list of how jobs really fail: over all scripts, each by one contract.
+
+The whole job is gone in time; one `error:` line, from one rank, says what to do; the exit code is 2
+for what a user got wrong and 1 for the rest; no file that was there is changed. What takes long is
+marked `stress` (`make stress`). Task 5's own faults, of training and checkpoints, are in
+test_finetune.py; those of several machines in test_launch.py; damage to a model that every script
+reads through one class, in test_bad_input.py.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+
+import pytest
+import torch
+
+import launch
+from test_bad_input import DAMAGE, change_tensors
+from test_planted_bugs import plant
+from test_tasks import QUICK
+
+FIRST = "tp_llama"  # where one script must stand for all, to save time
+ENDLESS = {
+    # flags with which a script works until it is stopped; the others are over too soon to matter
+    "tp_llama": ["--repeats", 10**6],
+    "dtensor_llama": ["--repeats", 10**6],
+    "kv_cache": ["--repeats", 10**6],
+    "ulysses_forward": ["--repeats", 10**6],
+    "ulysses_finetune": ["--steps", 10**6, "--check-steps", 0],
+}
+
+
+def contents(folder):
+    """{file: hash} of everything under a folder."""
+    files = (
+        path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in str(path)
+    )
+    return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def refused(result, message, seconds):
+    """The contract of what a user got wrong."""
+    assert result.code == 2 and result.seconds < seconds and not result.survivors, result.tail()
+    assert len(result.errors()) == 1 and message in result.errors()[0], result.tail()
+    assert "Traceback" not in result.err, result.tail()
+
+
+def not_a_number(directory):
+    def damage(tensors):
+        for name in ("self_attn.q_proj", "mlp.up_proj"):
+            tensors[f"model.layers.0.{name}.weight"][1, 1] = float("nan")
+
+    change_tensors(directory, damage)
+
+
+def with_tokenizer(directory):
+    """Another model's, that knows more tokens."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(launch.TASKS / "tiny_llama" / name, directory)
+
+
+MODELS = {name: DAMAGE[name] for name in (
+    "another kind of model", "truncated", "zero bytes", "pickle only", "missing tensor",
+    "wrong shape", "missing shard", "shard outside",
+)}  # fmt: skip
+MODELS["not a number"] = not_a_number, "non-finite values in model.layers.0."
+MODELS["a tokenizer of more tokens"] = with_tokenizer, "the model only 211"
+NO_TEXT = "tp_mlp", "tp_attention"  # these two need no tokenizer
+
+FLAGS = {
+    # id and name: (flags of rank 0, flags of rank 1 if they differ, environment, message)
+    "A12 RANK alone": ([], None, {"WORLD_SIZE": ""}, "set, but not WORLD_SIZE: unset them"),
+    "A17 other flags": (["--seed", 1], ["--seed", 2], {}, "--seed is 1 on rank 0, but 2 on rank 1"),
+    "A17 other dtypes": ([], ["--dtype", "float64"], {}, "--dtype is float32 on rank 0"),
+    "B2 no directory": (["--model", "/no/such"], None, {}, "no such directory"),
+    "B2 no preset": (["--model", "random/x"], None, {}, "no such preset"),
+    "B9 no hub": (["--model", "some/llama"], None, {}, "local directory"),
+    "unknown flag": (["--modle", "x"], None, {}, "--modle"),
+    "unknown dtype": (["--dtype", "int8"], None, {}, "--dtype"),
+    "no seed": (["--seed", "-1"], None, {}, "--seed"),
+    "no time": (["--timeout", 0], None, {}, "--timeout"),
+    "layers of a directory": (["--num-layers", 2], None, {}, "--num-layers cuts random/"),
+    "D1 no folder": (["--json", "/no/such/x.json"], None, {}, "--json /no/such/x.json"),
+    "no GPU": (["--device", "cuda"], None, {}, "PyTorch sees no GPU"),
+}
+
+
+def table(rows, common):
+    """(script, row): all rows for FIRST, the common ones for every script, the rest for stress."""
+    return [
+        pytest.param(
+            script, row,
+            marks=[] if script == FIRST or row in common else [pytest.mark.stress],
+        )
+        for script in launch.SCRIPTS for row in rows
+    ]  # fmt: skip
+
+
+COMMON = "A17 other flags", "B2 no directory", "unknown flag", "D1 no folder"
+
+
+@pytest.mark.parametrize(("script", "name"), table(FLAGS, COMMON))
+def test_flags(script, name, tmp_path):
+    flags, others, env, message = FLAGS[name]
+    if name == "no GPU" and torch.cuda.is_available():
+        pytest.skip("there is a GPU: --device cuda is right")
+    file = launch.TASKS / f"{script}.py"
+    each = None if others is None else [flags, others]
+    nproc = 1 if "WORLD_SIZE" in env else 2  # else each rank would be a shell that says so
+    result = launch.ranks(file, *flags, nproc=nproc, folder=tmp_path, env=env, each=each)
+    refused(result, message, 15)
+
+
+@pytest.mark.parametrize(
+    ("script", "name"), table(MODELS, ("another kind of model", "not a number"))
+)
+def test_models(script, name, odd_llama, tmp_path):
+    """B3 to B8, D8: refused, and the directory is left as it was."""
+    if name.startswith("a tokenizer") and script in NO_TEXT:
+        pytest.skip("needs no tokenizer")
+    directory = shutil.copytree(odd_llama, tmp_path / "a model")
+    damage, message = MODELS[name]
+    damage(directory)
+    before = contents(directory)
+    file = launch.TASKS / f"{script}.py"
+    result = launch.ranks(file, "--model", directory, nproc=2, folder=tmp_path)
+    refused(result, message, 15)
+    assert contents(directory) == before
+
+
+@pytest.mark.parametrize("script", launch.SCRIPTS)
+def test_too_many_ranks(script, odd_llama, tmp_path):
+    """B1: more ranks than query heads, with the numbers. (MLP units there are more of.)"""
+    if script == "tp_mlp":
+        pytest.skip("it has no heads: 53 MLP units go over 7 ranks")
+    file = launch.TASKS / f"{script}.py"
+    result = launch.ranks(file, "--model", odd_llama, nproc=7, folder=tmp_path)
+    refused(result, "6 query heads: use 1 to 6 ranks, not 7", 20)
+
+
+def test_pickles_are_not_opened(odd_llama, tmp_path):
+    """D8: a file that would run a program when unpickled, under every name that a loader knows."""
+
+    class Payload:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "opened"),)
+
+    directory = shutil.copytree(odd_llama, tmp_path / "model")
+    names = "pytorch_model.bin", "adapter_model.bin", "training_args.bin", "model.pt"
+    (tmp_path / "out").mkdir()
+    for name in names:
+        torch.save(Payload(), directory / name)
+        torch.save(Payload(), tmp_path / "out" / name)
+    args = ["--model", directory, "--check-steps", 0, "--steps", 1]
+    args += ["--output-dir", tmp_path / "out", "--resume"]
+    file = launch.TASKS / "ulysses_finetune.py"
+    assert launch.ranks(file, *args, nproc=1, folder=tmp_path).code == 0
+    (directory / "model.safetensors").unlink()
+    refused(launch.ranks(file, *args, nproc=1, folder=tmp_path), "pickle weights", 15)
+    assert not (tmp_path / "opened").exists()
+
+
+def test_port_in_use(tmp_path):
+    """A13: said, with what to do instead; who listens there is not disturbed."""
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        env = {"MASTER_PORT": str(other.getsockname()[1])}
+        file = launch.TASKS / f"{FIRST}.py"
+        refused(launch.ranks(file, nproc=1, folder=tmp_path, env=env | {"WORLD_SIZE": "2"}),
+                "start with torchrun --standalone", 15)  # fmt: skip
+        with socket.create_connection(other.getsockname()):
+            assert other.accept()
+
+
+# ---------------------------------------------------------------- while it works
+
+
+def stressed(scripts, kept=(FIRST, "ulysses_finetune")):
+    """Parameters of which all but some are left to `make stress`."""
+    return [pytest.param(s, marks=[] if s in kept else [pytest.mark.stress]) for s in scripts]
+
+
+class Working:
+    """A script under torchrun that works until it is stopped; the processes of a job."""
+
+    def __init__(self, script, *args, nproc=2):
+        self.job = uuid.uuid4().hex
+        words = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        words += ["--nproc_per_node", nproc, launch.TASKS / f"{script}.py", *ENDLESS[script], *args]
+        self.agent = subprocess.Popen(
+            list(map(str, words)), env=launch.environment(self.job), cwd=launch.ROOT,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+
+    def __enter__(self):
+        """Once it is at work: the first check is passed, or a step is done."""
+        for line in self.agent.stdout:
+            if line.startswith(("check", "i=1")):
+                time.sleep(1)
+                return self
+        raise AssertionError(self.agent.stderr.read())
+
+    def __exit__(self, *error):
+        for process in launch.processes(self.job):
+            process.kill()
+        self.agent.communicate()
+
+    def rank(self, rank):
+        """A rank's process."""
+        return next(
+            process for process in launch.processes(self.job)
+            if process.environ().get("RANK") == str(rank)
+        )  # fmt: skip
+
+    def end(self, seconds):
+        """Exit code and errors, once all is gone."""
+        out, err = self.agent.communicate(timeout=seconds)
+        deadline = time.monotonic() + 3
+        while launch.processes(self.job) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        left = [process.pid for process in launch.processes(self.job)]
+        return launch.Result(self.agent.returncode, out, err, 0, left)
+
+
+@pytest.mark.parametrize(
+    ("script", "rank"),
+    [(FIRST, 0), ("ulysses_finetune", 1)]
+    + [pytest.param(s, rank, marks=pytest.mark.stress) for s in ENDLESS for rank in (0, 1)],
+)
+def test_killed(script, rank):
+    """A1: the job ends within 15 s, and torchrun names rank and signal."""
+    with Working(script) as job:
+        job.rank(rank).kill()
+        result = job.end(15)
+    assert result.code and not result.survivors, result.tail()
+    assert "SIGKILL" in result.err and f"rank      : {rank} " in result.err, result.tail()
+
+
+@pytest.mark.parametrize("script", stressed(ENDLESS, [FIRST]))
+def test_stopped(script):
+    """A6: one that hangs (it is stopped, sleeps, or holds the interpreter) is named, and ended."""
+    with Working(script, "--timeout", 4) as job:
+        job.rank(1).send_signal(signal.SIGSTOP)
+        result = job.end(4 + 7)
+    assert result.code and not result.survivors, result.tail()
+    assert len(result.errors()) == 1, result.tail()
+    assert "rank 1 did not come, in 4 s, to what rank 0 waited for at" in result.errors()[0]
+
+
+@pytest.mark.parametrize("script", stressed(ENDLESS))
+def test_torchrun_is_killed(script):
+    """A7: its ranks end with it."""
+    with Working(script) as job:
+        job.agent.kill()
+        assert not job.end(8).survivors
+
+
+@pytest.mark.parametrize("script", stressed(ENDLESS))
+def test_interrupted(script):
+    """A8: Ctrl-C ends all, within 5 s, without a rank's traceback."""
+    with Working(script) as job:
+        job.agent.send_signal(signal.SIGINT)
+        result = job.end(8)
+    assert result.code and not result.survivors, result.tail()
+    assert "[rank" not in result.err and not result.errors(), result.tail()
+
+
+def test_exception_on_one_rank(tmp_path):
+    """A5: a bug keeps its traceback, one, and no rank waits for the one that is gone."""
+    line = "    references = run.references(reference)\n"
+    plant(tmp_path, "tp_mlp.py", line, f"{line}    assert run.rank != 1, 'planted'\n")
+    args = ["--model", "random/small", "--hidden-size", 8, "--intermediate-size", 8]
+    result = launch.torchrun(tmp_path / "tp_mlp.py", *args, nproc=3)
+    assert result.code != 0 and result.seconds < 25 and not result.survivors, result.tail()
+    assert "[rank1]: AssertionError: planted" in result.err, result.tail()
+    assert "[rank0]" not in result.err and "[rank2]" not in result.err, result.tail()
+
+
+@pytest.mark.parametrize("script", stressed(launch.SCRIPTS, [FIRST]))
+def test_from_elsewhere(script, tmp_path):
+    """A18: through a link, from another folder, in a checkout with spaces and Cyrillic in its name
+    that nobody may write to; nothing is written there."""
+    checkout = tmp_path / "мой checkout"
+    shutil.copytree(launch.TASKS, checkout / "tasks", ignore=shutil.ignore_patterns("__pycache__"))
+    before = contents(tmp_path)
+    for path in [*checkout.rglob("*"), checkout]:
+        path.chmod(path.stat().st_mode & ~0o222)
+    link = tmp_path / "link.py"
+    link.symlink_to(checkout / "tasks" / f"{script}.py")
+    env = {"PYTHONDONTWRITEBYTECODE": "1"}
+    result = launch.torchrun(link, *QUICK.get(script, []), nproc=2, cwd="/", env=env)
+    assert result.code == 0 and not result.survivors, result.tail()
+    after = contents(tmp_path)
+    del after[str(link)]
+    assert after == before
+
+
+@pytest.mark.parametrize("script", stressed(launch.SCRIPTS, ["ulysses_finetune"]))
+def test_same_command_twice(script, tmp_path):
+    """E3: the same differences, losses and hashes, to the bit."""
+    records = []
+    for _ in range(2):
+        path = tmp_path / "record.json"
+        args = [*QUICK.get(script, []), "--json", path]
+        result = launch.ranks(launch.TASKS / f"{script}.py", *args, nproc=2, folder=tmp_path)
+        assert result.code == 0, result.tail()
+        record = json.loads(path.read_text())
+        kept = {key: record["results"][key] for key in ("losses", "sha256")
+                if key in record["results"]}  # fmt: skip
+        records.append((record["checks"], kept))
+    assert records[0] == records[1]
+
+
+@pytest.mark.stress
+def test_two_jobs_at_once(tmp_path):
+    """A14: on one machine, each with its own folder."""
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    words += ["--nproc_per_node", "2", launch.TASKS / "ulysses_finetune.py", "--check-steps", "0"]
+    jobs = [
+        subprocess.Popen(
+            list(map(str, [*words, "--output-dir", tmp_path / str(i)])), cwd=launch.ROOT,
+            env=launch.environment(uuid.uuid4().hex), stdout=subprocess.DEVNULL,
+        )
+        for i in range(2)
+    ]  # fmt: skip
+    assert [job.wait(120) for job in jobs] == [0, 0]
+    files = [tmp_path / str(i) / "adapter" / "adapter_model.safetensors" for i in range(2)]
+    assert files[0].read_bytes() == files[1].read_bytes()
