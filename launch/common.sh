@@ -1,0 +1,47 @@
+# What the launch scripts share; sourced by them.
+# shellcheck shell=bash
+
+repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+
+stop() {  # one line, as the tasks' own
+    echo "error: $*" >&2
+    exit 2
+}
+
+usage() {  # the comment at the head of the script
+    sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"
+    exit "$1"
+}
+
+gpus() { { nvidia-smi --list-gpus 2>/dev/null || true; } | grep -c '^GPU' || true; }
+
+whole() {  # whole NAME: its value is a whole number above 0
+    [[ ${!1} =~ ^[1-9][0-9]*$ ]] || stop "$1=${!1}: must be a whole number above 0"
+}
+
+# The command line of all: [--dry-run] SCRIPT [FLAG ...]
+dry_run=
+case ${1-} in
+    '') usage 2 >&2 ;;
+    -h | --help) usage 0 ;;
+    --dry-run) dry_run=yes && shift ;;
+esac
+script=${1-}
+[[ -f $script ]] || stop "no such task: '$script' (tasks/tp_llama.py, say)"
+
+if [[ -z ${TORCHRUN-} ]]; then  # the project's own, after `make demo`; else the one on the PATH
+    TORCHRUN=$repo/.venv/bin/torchrun
+    [[ -x $TORCHRUN ]] || TORCHRUN=$(command -v torchrun) || stop "no torchrun: run make demo first"
+fi
+
+# A restarted rank must not read the addresses of a dead attempt (pytorch issue 135712).
+environment=("OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}" TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1)
+
+start() {  # torchrun with these flags, in this process's place: signals reach it; or say so only
+    if [[ $dry_run ]]; then
+        printf '%q ' env "${environment[@]}" "$TORCHRUN" "$@"
+        echo
+    else
+        exec env "${environment[@]}" "$TORCHRUN" "$@"
+    fi
+}
