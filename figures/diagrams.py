@@ -1,0 +1,227 @@
+"""Who holds what, and what is sent when: recorded from a run of Tasks 2 and 4, then drawn.
+
+    python figures/diagrams.py            # starts the run, writes diagrams.json, draws two pictures
+
+Under torchrun it is the run itself: each parallel model, its loss checked, does one forward and
+backward. Written down are every module that begins, with the shapes that it takes and gives, and
+every collective, where it really is called. All layers must do the same, and one is kept.
+"""
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from functools import partial
+from pathlib import Path
+from unittest import mock
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent / "tasks"))
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: E402
+
+from tp_llama import tensor_parallelize  # noqa: E402
+from ulysses_forward import sequence_parallelize, sum_gradients  # noqa: E402
+from utils import make_parser, positive, shard_of, start  # noqa: E402
+
+KNOWN = "all_reduce", "all_gather", "all_to_all_single"
+UNKNOWN = (
+    "all_gather_into_tensor", "all_to_all", "batch_isend_irecv", "broadcast", "irecv", "isend",
+    "recv", "reduce", "reduce_scatter", "reduce_scatter_tensor", "send",
+)  # fmt: skip
+
+
+class Recorder:
+    """This rank's events, in order, each with its `phase` and `at`, the module that began last.
+
+    Of a module that begins: the shapes of `input` and `output`; backward it begins when the
+    `gradient` of its output is there. Of a collective: its name, `asked_by` (the autograd function
+    or `sum_gradients`), its tensor's `shape`, and `sent`, bytes that this rank sends: what goes to
+    others, and of a sum 2 (P-1)/P, as in a ring.
+    """
+
+    def __init__(self, model):
+        self.events, self.phase, self.at = [], "forward", None
+        self.layers = {layer.self_attn: i for i, layer in enumerate(model.model.layers)}
+        for name, module in model.named_modules():
+            if dict(module.named_parameters(recurse=False)):
+                # Behind the technique's own hooks: what f gives goes in, what g gives comes out.
+                name = name.removeprefix("model.")
+                module.register_forward_pre_hook(partial(self.begin, name))
+                module.register_forward_hook(partial(self.end, name))
+
+    def note(self, at, **event):
+        self.at = at
+        self.events.append({"phase": self.phase, "at": at} | event)
+
+    def begin(self, name, module, args):
+        self.note(name, input=list(args[0].shape))
+
+    def end(self, name, module, args, output):
+        event = next(e for e in reversed(self.events) if e["at"] == name and "input" in e)
+        event["output"] = list(output.shape)
+        output.register_hook(lambda grad: self.note(name, gradient=list(grad.shape)))
+
+    def attention(self, attend, module, query, key, *args, **kwargs):
+        """In the place of Hugging Face's attention: what a rank attends with, (B, heads, S, D)."""
+        name = f"layers.{self.layers[module]}.self_attn.attention"
+        self.note(name, input=list(query.shape), keys=list(key.shape))
+        output, weights = attend(module, query, key, *args, **kwargs)
+        self.end(name, module, None, output)
+        return output, weights
+
+    def collective(self, kind, function, *args, group, **kwargs):
+        """In the place of one of torch.distributed's functions, as the tasks call it."""
+        if kind in UNKNOWN:
+            raise NotImplementedError(f"{kind}: how many bytes does it send?")
+        tensor, ranks = args[kind != "all_reduce"], group.size()
+        event = {"collective": kind, "asked_by": asked_by(), "shape": list(tensor.shape)}
+        if kind == "all_to_all_single":
+            event["pieces"] = list(args[3])
+            sent = (sum(args[3]) - args[3][group.rank()]) * tensor.element_size()
+        else:
+            sent = (ranks - 1) * tensor.nbytes
+            sent = 2 * sent // ranks if kind == "all_reduce" else sent
+        self.note(self.at, **event, sent=sent)
+        return function(*args, group=group, **kwargs)
+
+    def listen(self):
+        """A context in which torch.distributed's functions tell this recorder."""
+        told = {name: partial(self.collective, name, getattr(dist, name))
+                for name in KNOWN + UNKNOWN}  # fmt: skip
+        return mock.patch.multiple(dist, **told)
+
+
+def asked_by():
+    """What in the call stack wanted the collective: an autograd function, or `sum_gradients`."""
+    frame = sys._getframe(1)
+    while frame:
+        if "ctx" in frame.f_locals:
+            return type(frame.f_locals["ctx"]).__name__.removesuffix("Backward")
+        if frame.f_code.co_name == "sum_gradients":
+            return "sum_gradients"
+        frame = frame.f_back
+
+
+def one_layer(events):
+    """Events, of the layers only the first one's; the others' must be the same."""
+    layers, kept = {}, []
+    for event in events:
+        number = re.match(r"layers\.(\d+)", event["at"])
+        if number:
+            alike = event | {"at": event["at"].replace(number[0], "layers.0", 1)}
+            layers.setdefault(number[1], []).append(alike)
+        if not number or number[1] == "0":
+            kept.append(event)
+    assert all(layer == layers["0"] for layer in layers.values()), "layers differ"
+    return kept
+
+
+def record(run, parallelize, reduce, reference, ids):
+    """Forward and backward of a parallel model's loss: who holds what, and what happened."""
+    model, attend = run.source.load_model(*run.place, parallelize), ALL_ATTENTION_FUNCTIONS["sdpa"]
+    recorder = Recorder(model)
+    ALL_ATTENTION_FUNCTIONS["sdpa"] = partial(recorder.attention, attend)
+    with recorder.listen():
+        loss = model(ids, labels=ids).loss
+        recorder.phase = "backward"
+        loss.backward()
+        recorder.phase = "gradients"
+        reduce(model.parameters())
+    ALL_ATTENTION_FUNCTIONS["sdpa"] = attend
+    with torch.no_grad():
+        expected = run.expect(lambda m: [m(ids, labels=ids).loss], run.references(reference))
+    run.check("loss", [(loss.detach(), *expected[0])])
+
+    events = one_layer(recorder.events)
+    held = {name.removeprefix("model."): (list(p.shape), shard_of(p))
+            for name, p in model.named_parameters(remove_duplicate=False)}  # fmt: skip
+    everyone = [None] * run.world_size
+    dist.all_gather_object(everyone, (events, held))
+    whole = run.from_rank0(reference and {
+        name.removeprefix("model."): list(p.shape)
+        for name, p in reference.named_parameters(remove_duplicate=False)
+    })  # fmt: skip
+    return {
+        "parameters": {
+            name: {"whole": whole[name], "shapes": [holds[name][0] for _, holds in everyone],
+                   "shards": [holds[name][1] for _, holds in everyone]}  # (dim, start, stop)
+            for name in held if name.rpartition(".")[0] in {event["at"] for event in events}
+        },
+        "events": [together(same) for same in zip(*(told for told, _ in everyone), strict=True)],
+    }  # fmt: skip
+
+
+def together(ranks):
+    """One event of all ranks: the same words, and a list of every rank's numbers."""
+    words = [{k: v for k, v in event.items() if isinstance(v, str)} for event in ranks]
+    assert all(word == words[0] for word in words), words
+    return words[0] | {k: [e[k] for e in ranks] for k in ranks[0] if k not in words[0]}
+
+
+def measure(args):
+    """Both techniques, on the ranks of this job."""
+    with start(args) as run:
+        config, group, run.place = run.source.config, run.group, (run.dtype, run.device)
+        reference = run.source.load_model(*run.place) if run.rank == 0 else None
+        ids = run.from_rank0(torch.randint(config.vocab_size, (args.batch_size, args.seq_len)))
+        run.results["sizes"] = {
+            "B": args.batch_size, "S": args.seq_len, "H": config.hidden_size,
+            "N": config.num_attention_heads, "K": config.num_key_value_heads,
+            "D": config.head_dim, "F": config.intermediate_size, "V": config.vocab_size,
+            "P": run.world_size, "layers": config.num_hidden_layers,
+        }  # fmt: skip
+        run.results["tp"] = record(
+            run, lambda model: tensor_parallelize(model, group), lambda _: None, reference, ids
+        )
+        run.results["ulysses"] = record(
+            run, lambda model: sequence_parallelize(model, group),
+            lambda tensors: sum_gradients(tensors, group), reference, ids,
+        )  # fmt: skip
+
+
+def drive(args):
+    """Record under torchrun, keep what a reader needs, draw it."""
+    from draw_diagrams import draw_diagrams  # the ranks need no matplotlib
+
+    if not os.access(args.output.resolve().parent, os.W_OK):
+        sys.exit(f"error: {args.output}: cannot be written there; name another file")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "record.json"
+        words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
+        words += [args.ranks, __file__, "--model", args.model, "--device", "cpu", "--json", path]
+        env = os.environ | {"OMP_NUM_THREADS": "1"}
+        if subprocess.run(list(map(str, words)), env=env).returncode:
+            sys.exit("error: the run failed; nothing was written")
+        whole = json.loads(path.read_text())
+    kept = {key: whole[key] for key in ("model", "dtype", "versions", "results")}
+    # An event on a line: for a file that people read, and compare.
+    text = re.sub(r"{[^{}]*}", lambda match: " ".join(match[0].split()), json.dumps(kept, indent=1))
+    args.output.write_text(text + "\n")
+    draw_diagrams(kept, args.output)
+
+
+def main():
+    if "RANK" in os.environ:
+        parser = make_parser(__doc__)
+        parser.add_argument("--batch-size", type=positive, default=2, help="default 2")
+        parser.add_argument("--seq-len", type=positive, default=64, help="tokens; default 64")
+        measure(parser.parse_args())
+    else:
+        parser = argparse.ArgumentParser(
+            description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        flag = parser.add_argument
+        flag("--model", default="tiny", help="default tiny")
+        flag("--ranks", type=positive, default=2, help="default 2")
+        flag("--output", type=Path, default=HERE / "diagrams.json", help="default %(default)s")
+        drive(parser.parse_args())
+
+
+if __name__ == "__main__":
+    main()
