@@ -8,11 +8,12 @@ BIN := .venv/bin
 FOUND = $(shell grep -l '__name__ == "__main__"' tasks/*.py)
 SCRIPTS = tasks/tp_mlp.py $(filter-out tasks/tp_mlp.py,$(FOUND))
 
-.PHONY: help demo test test-all test-course bench max-seq-len figures tiny-llama lint clean
+.PHONY: help demo test test-all stress test-course bench max-seq-len report figures tiny-llama lint clean
 help:
 	@echo "make demo         every task, NPROC=$(NPROC) ranks, MODEL=$(MODEL), DEVICE=$(DEVICE)"
-	@echo "make test-all     all tests; make test: the fast ones"
+	@echo "make test-all     all tests; make test: the fast ones; make stress: the longest, too"
 	@echo "make test-course  all tests with the course's versions of transformers and peft"
+	@echo "make report       run every task, and write the README's tables anew"
 	@echo "make bench        measure speed (an hour and more); make figures: draw what was measured"
 	@echo "make max-seq-len  find the longest sequence under limits on memory (an hour)"
 	@echo "make tiny-llama   write, train and evaluate the embedded model anew"
@@ -27,19 +28,26 @@ demo: .venv/ready
 	done
 
 test: .venv/ready
-	$(BIN)/python -m pytest -q -m "not slow"
+	$(BIN)/python -m pytest -q -m quick
 
 test-all: .venv/ready
-	$(BIN)/python -m pytest -q --durations 5
+	$(BIN)/python -m pytest -q -rs --durations 5 -m "not stress"
 
+stress: .venv/ready
+	$(BIN)/python -m pytest -q -rs --durations 5 -m stress
+
+# COURSE_TESTS="-m quick": a part of them.
 test-course: .venv-course/ready
-	.venv-course/bin/python -m pytest -q --durations 5
+	.venv-course/bin/python -m pytest -q -rs --durations 5 $(or $(COURSE_TESTS),-m "not stress")
 
 bench: .venv/ready
 	$(BIN)/python figures/tp_speed.py
 
 max-seq-len: .venv/ready
 	$(BIN)/python figures/longest.py
+
+report: .venv/ready
+	$(BIN)/python figures/report.py
 
 figures: .venv/ready
 	$(BIN)/python figures/draw.py

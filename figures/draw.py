@@ -1,7 +1,7 @@
 """Draw the figures from the measurements beside this file.
 
-python figures/draw.py                # tp_speed.json and longest.json, each into a .png
-python figures/draw.py /tmp/mine.json # one of the two, into /tmp/mine.png
+python figures/draw.py                # all of them
+python figures/draw.py /tmp/mine.json # report, tp_speed, longest or diagrams, into /tmp/mine.png
 """
 
 import argparse
@@ -13,6 +13,8 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+
+from draw_diagrams import draw_diagrams
 
 HERE = Path(__file__).resolve().parent
 # Okabe and Ito's colours, which colour-blind readers can tell apart; hatches for print.
@@ -55,6 +57,9 @@ def draw_tp_speed(data, path):
                 label=run["technique"] if place == len(ranks) - 1 else None,
             )  # fmt: skip
             axis.plot([x - 0.13, x + 0.13], [alone, alone], color="black", linewidth=2)
+            if "num_layers" in run:  # with all of them it did not fit into memory
+                axis.text(x, max(ours), f" {run['num_layers']} layers", fontsize=7, rotation=90,
+                          ha="center", va="bottom")  # fmt: skip
         axis.set_xlim(-0.55, len(ranks) - 0.45)
         axis.set_xticks(range(len(ranks)), [str(rank) for rank in ranks])
         axis.set_xlabel("ranks")
@@ -76,10 +81,11 @@ def finish(figure, axes, what, data, path, bottom=0.0):
     """What all figures have: what was measured and on what, and no frames."""
     for axis in axes:
         axis.spines[["top", "right"]].set_visible(False)
-    machine = data["machine"]
+    machine = data.get("machine")
+    machine = f"; {machine['cores']} cores of {machine['cpu']}" if machine else ""
+    dtype = f", {data['dtype']}" if "dtype" in data else ""
     figure.suptitle(
-        f"{what}, {data['dtype']}; {machine['cores']} cores of {machine['cpu']}; torch "
-        f"{data['torch']}, transformers {data['transformers']}",
+        f"{what}{dtype}{machine}; torch {data['torch']}, transformers {data['transformers']}",
         fontsize=9,
     )
     figure.tight_layout(rect=(0, bottom, 1, 1))
@@ -129,17 +135,105 @@ def draw_longest(data, path):
     finish(figure, (bars, lines, dots), f"{data['model']}, prompt tuning", data, path)
 
 
+def draw_checks(data, path):
+    """Of each claim of each task, the worst difference and what is allowed, in both dtypes."""
+    rows = [
+        (task, claim, {dtype: claims[claim] for dtype, claims in of.items()})
+        for task, of in data["tasks"].items() for claim in of["float64"]
+    ]  # fmt: skip
+    figure, axis = plt.subplots(figsize=(9, 0.24 * len(rows) + 1.6))
+    nothing, styles = 1e-18, {"float64": ("#0072B2", "o", -0.13), "float32": ("#E69F00", "s", 0.13)}
+    for dtype, (colour, shape, aside) in styles.items():
+        y = [at + aside for at in range(len(rows))]
+        measured = [max(of[dtype]["measured"], nothing) for _, _, of in rows]
+        allowed = [of[dtype]["allowed"] or float("nan") for _, _, of in rows]
+        axis.plot(measured, y, shape, color=colour, ms=5, label=f"{dtype}, largest difference")
+        axis.plot(allowed, y, "|", color=colour, ms=8, mew=2, label=f"{dtype}, allowed")
+    axis.set_xscale("log")
+    axis.set_xlim(nothing / 3, 1)
+    powers = range(-15, 1, 5)
+    labels = ["the same\nbits", *(f"$10^{{{power}}}$" for power in powers)]
+    axis.set_xticks([nothing, *(10.0**power for power in powers)], labels)
+    axis.set_xlabel("difference from the single rank, of the largest value")
+    starts = [y for y, row in enumerate(rows) if y == 0 or row[0] != rows[y - 1][0]]
+    names = [
+        f"{task}: {claim}" if y in starts else claim for y, (task, claim, _) in enumerate(rows)
+    ]
+    axis.set_yticks(range(len(rows)), names, fontsize=7)
+    for y in starts[1:]:
+        axis.axhline(y - 0.5, color="0.8", linewidth=0.8)
+    axis.set_ylim(len(rows) - 0.5, -0.5)
+    axis.legend(loc="upper center", bbox_to_anchor=(0.3, -0.06), ncols=2, frameon=False, fontsize=8)
+    finish(figure, [axis], f"model {data['model']}", data | data["versions"], path)
+
+
+def draw_sequence_speed(data, path):
+    """Task 4: seconds and memory of a step; Task 5: seconds of a long step. Data: of both files."""
+    forward, long = data["ulysses_speed"], data["long_speed"]
+    figure, axes = plt.subplots(
+        1, 3, figsize=(12, 3.8), gridspec_kw={"width_ratios": [1.3, 1, 1.3]}
+    )
+    results, ranks = forward["results"], forward["world_size"]
+    sides = {"single": ("one process", "0.6", ""), "parallel": (f"{ranks} ranks", "#0072B2", "//")}
+    for at, (side, (name, colour, hatch)) in enumerate(sides.items()):
+        laps = [results[f"{side}_{phase}_s"] for phase in ("forward", "backward")]
+        bars(axes[0], [at - 0.5 + 3 * i for i in range(2)], laps, colour, hatch, name)
+        peaks = results[f"{side}_peak_memory_bytes"]
+        peaks = [max(peaks) if isinstance(peaks, list) else peaks]
+        bars(axes[1], [at], [[peak / 2**30] for peak in peaks], colour, hatch, None)
+    axes[0].set_xticks([0, 3], ["forward", "backward"])
+    axes[0].legend(frameon=False)
+    axes[0].set(ylabel="seconds", title="Task 4, a step of 4,096 tokens")
+    axes[1].set_xticks([0, 1], [name for name, _, _ in sides.values()])
+    axes[1].set(ylabel="GiB", title="peak memory of a process")
+    steps = {name: of["step_s"] for name, of in long["results"].items() if "step_s" in of}
+    colours = [("0.6", ""), ("#E69F00", ".."), ("#0072B2", "//")]
+    for at, (laps, (colour, hatch)) in enumerate(zip(steps.values(), colours, strict=True)):
+        bars(axes[2], [at], [laps], colour, hatch, None)
+    names = ["checkpointing,\ntiled loss, MLP", "ours,\none process", f"ours,\n{ranks} ranks"]
+    axes[2].set_xticks(range(len(steps)), names)
+    axes[2].set(ylabel="seconds", title="Task 5, a step of 16,384 positions")
+    what = f"left: {forward['model']}, 4 layers; right: {long['model']}"
+    finish(figure, axes, what, forward | forward["versions"], path)
+
+
+def bars(axis, places, laps, colour, hatch, label):
+    """Medians, with the least and the most."""
+    for place, values in zip(places, laps, strict=True):
+        middle = statistics.median(values)
+        axis.bar(place, middle, 0.9, color=colour, hatch=hatch, edgecolor="white", label=label,
+                 yerr=[[middle - min(values)], [max(values) - middle]],
+                 error_kw={"elinewidth": 1, "capsize": 2})  # fmt: skip
+        label = None
+
+
+def kind(data):
+    """What draws these records."""
+    if "tasks" in data:
+        return draw_checks
+    if "results" in data:
+        return draw_diagrams
+    return draw_tp_speed if "prompt_tokens" in data else draw_longest
+
+
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("files", nargs="*", type=Path, help="default those beside this script",
-                        default=[HERE / "tp_speed.json", HERE / "longest.json"])  # fmt: skip
-    for file in parser.parse_args().files:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("files", nargs="*", type=Path, help="default all beside this script")
+    files = parser.parse_args().files
+    for file in files or [
+        HERE / f"{n}.json" for n in ("report", "tp_speed", "longest", "diagrams")
+    ]:
         try:
             data = json.loads(file.read_text())
         except (OSError, ValueError) as error:
             parser.error(f"{file}: {error}")
-        draw = draw_tp_speed if "prompt_tokens" in data else draw_longest
-        draw(data, file.with_suffix(".png"))
+        kind(data)(data, file.with_suffix(".png"))
+    if not files:
+        names = "ulysses_speed", "long_speed"
+        both = {name: json.loads((HERE / f"{name}.json").read_text()) for name in names}
+        draw_sequence_speed(both, HERE / "sequence_speed.png")
 
 
 if __name__ == "__main__":

@@ -18,9 +18,10 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tasks"))
 
+from finetuning import load
 from long_sequence import Techniques
 from training_checks import trained
-from ulysses_finetune import load, shard_loss
+from ulysses_finetune import shard_loss
 from ulysses_forward import sequence_parallelize, sum_gradients
 from utils import interleave, make_parser, median_ratio, positive, start
 

@@ -142,6 +142,8 @@ def measure(args):
     with start(args) as run:
         technique, config = TECHNIQUES[args.technique](run), run.source.config
         reference = run.source.load_model(run.dtype, run.device) if run.rank == 0 else None
+        if args.giving_back and reference and run.device.type == "cpu":
+            into_file(reference)
         parallel = run.source.load_model(run.dtype, run.device, technique.parallelize)
         ids = run.from_rank0(torch.randint(config.vocab_size, (1, args.seq_len)))
         own_threads = torch.get_num_threads()
@@ -190,13 +192,20 @@ def measure(args):
         for task in (train, decode) if args.new_tokens else (train,):
             contenders = {name: partial(task, name) for name in models}
             # Both have run already, for the loss and the bytes: one more turn to warm up.
-            warmup = 0 if args.giving_back else 1
-            timed = interleave(run, contenders, args.repeats, warmup, args.giving_back)
+            timed = interleave(run, contenders, args.repeats, 1, not args.giving_back)
             for name, seconds in timed.items():
                 results.setdefault(name, {}).update(seconds)
         if args.new_tokens:  # the shortest length: both take minutes, and tell the same at others
             results["profile"] = {name: profile(run, partial(train, name)) for name in models}
         run.results |= results
+
+
+def into_file(model):
+    """Weights in a file that is mapped into memory: dropped from there while others need it."""
+    for parameter in model.parameters():
+        with tempfile.NamedTemporaryFile() as file:  # gone with the process
+            mapped = torch.from_file(file.name, True, parameter.numel(), dtype=parameter.dtype)
+        parameter.data = mapped.view_as(parameter).copy_(parameter.data)
 
 
 @kept_memory()
@@ -251,8 +260,13 @@ def drive(args):
             flags["num-layers"] = args.num_layers
         record = job(ranks, args.threads, flags)
         if not record:
-            print("    that job failed: again, giving back memory between turns", flush=True)
+            print("    that job failed: again, giving back memory at once", flush=True)
             record = job(ranks, args.threads, flags, "--giving-back")
+        if not record and cut and args.num_layers > 1:
+            flags["num-layers"] = args.num_layers // 2
+            print(f"    and again, with {flags['num-layers']} layer(s)", flush=True)
+            if record := job(ranks, args.threads, flags, "--giving-back"):
+                record["num_layers"] = flags["num-layers"]
         if not record:
             failed.append(f"{technique} on {ranks} rank(s) at {seq_len} tokens")
             continue
@@ -308,7 +322,8 @@ def main():
         parser.add_argument(
             "--giving-back",
             action="store_true",
-            help="hand free memory back to the system between turns: slower, for want of memory",
+            help="hand freed memory back to the system at once, which makes steps slower, and keep "
+            "the single process's weights in a file: for want of memory",
         )
         measure(parser.parse_args())
     else:

@@ -1,5 +1,6 @@
 """What is measured and drawn: quickly, on the embedded model."""
 
+import copy
 import importlib.util
 import json
 import sys
@@ -12,11 +13,13 @@ import launch
 sys.path.append(str(launch.ROOT / "figures"))
 import draw
 import longest
+from draw_diagrams import TITLES, Diagram
 
 TECHNIQUES = ["hand-made", "DTensor"]
 if importlib.util.find_spec("transformers.distributed"):  # not in the course's version
     TECHNIQUES.append("transformers")
 SPEED = launch.ROOT / "figures" / "tp_speed.py"
+DIAGRAMS = launch.ROOT / "figures" / "diagrams.json"
 
 
 @pytest.mark.skipif(torch.cuda.device_count() > 1, reason="bytes are not counted on GPUs")
@@ -45,6 +48,32 @@ def test_drawing(name, tmp_path):
     data = json.loads((SPEED.parent / f"{name}.json").read_text())
     getattr(draw, f"draw_{name}")(data, tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 10_000
+
+
+def test_diagrams(tmp_path):
+    """What a run holds and sends is what is committed; both pictures are drawn from that."""
+    output = tmp_path / "record.json"
+    flags = ["--device", "cpu", "--json", output]
+    result = launch.torchrun(str(DIAGRAMS.with_suffix(".py")), *flags, nproc=2)
+    assert result.code == 0, result.tail()
+    data = json.loads(DIAGRAMS.read_text())
+    assert json.loads(output.read_text())["results"] == data["results"]
+    draw.draw_diagrams(data, tmp_path / "picture.png")
+    for technique in TITLES:
+        assert (tmp_path / f"{technique}_diagram.png").stat().st_size > 100_000
+
+
+def test_diagrams_show_every_collective():
+    """None is left out: each stands between the rows where the technique has it, or is missed."""
+    data = json.loads(DIAGRAMS.read_text())
+    for technique, count in ("tp", 7), ("ulysses", 6):
+        events = data["results"][technique]["events"]
+        whole = Diagram(data, technique).sent
+        assert sum(map(len, whole.values())) == count
+        for event in [e for e in events if "collective" in e]:
+            less = copy.deepcopy(data)
+            less["results"][technique]["events"].remove(event)
+            assert Diagram(less, technique).sent != whole
 
 
 @pytest.mark.parametrize("limit", [0, 45, 1000, 1040, 5000, 123456])

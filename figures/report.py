@@ -1,0 +1,262 @@
+"""The README's tables, written from what was recorded.
+
+    python figures/report.py            # run every task, record its checks, write the tables
+    python figures/report.py --tables   # write the tables from the records that are there
+
+Into report.json goes, for each claim of a task, the worst of its checks; the other tables are of
+the JSON files beside it. In the README each table stands between two comments that name it.
+"""
+
+import argparse
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from records import machine
+
+HERE = Path(__file__).resolve().parent
+README, TASKS = HERE.parent / "README.md", HERE.parent / "tasks"
+RUN = "OMP_NUM_THREADS=1 torchrun --standalone"
+GRADIENTS = "gradients of all weights", r"\.weight grad$"
+MODEL = [
+    ("logits", "^logits$"),
+    ("loss", "^loss$"),
+    ("gradients of the input embeddings, also under random upstream", "input embeddings grad$"),
+    GRADIENTS,
+]  # fmt: skip
+TOKENS = "generated tokens, 10, by a forward each", "^generated tokens$"
+TASK = {
+    # script: (title, ranks, more flags, [(claim, regular expression of its checks' names)])
+    "tp_mlp": ("Part 1", 4, [], [
+        ("every shard a slice of the whole, and none the whole", "weights, "),
+        ("the demo's printed values, to their four digits", "^golden"),
+        ("output", "^(?!golden).* output$"),
+        ("input gradient, of a sum and of random upstream", "^(?!golden).* input grad$"),
+        GRADIENTS,
+        ("recomputation drops the same values again", "recomputed with dropout"),
+        ("the norm's gradient needs no synchronisation", "norm grad, same bits"),
+    ]),
+    "tp_attention": ("Task 1", 2, [], [
+        ("output: causal, bidirectional, padded", " output$"),
+        ("input gradient, of random upstream", " input grad$"),
+        GRADIENTS,
+    ]),
+    "tp_llama": ("Task 2", 2, [], [
+        ("every shard a slice of the whole, and none the whole", "weights, "), *MODEL, TOKENS,
+    ]),
+    "dtensor_llama": ("Task 3", 2, ["--overfit", "60"], [
+        ("the demo's printed values, to their four digits", "^golden"), *MODEL,
+        ("tokens by `.generate`, 10 and 40", "^generated tokens by .generate"),
+        ("one batch overfitted: each step's loss", "^losses while overfitting"),
+        ("and the last one below 1 % of the first", "^last loss"),
+    ]),
+    "kv_cache": ("KV cache", 2, [], [
+        ("tokens of 3 prompts, by hand and DTensor, 5 ways each", "^generated tokens|tokens$"),
+        ("logits from the cache", "cached logits$"),
+        ("every rank's keys and values, slices of the whole", "cached keys and values"),
+        ("bytes cached, as the formula says", "bytes cached$"),
+    ]),
+    "ulysses_forward": ("Task 4", 2, [], [
+        ("hidden states of every layer", "^hidden states"), *MODEL, TOKENS,
+    ]),
+    "ulysses_finetune": ("Task 5", 2, [], [
+        ("losses beside plain PEFT, three steps", "^losses$"),
+        ("gradients before the optimizer", r"\.weight grad$"),
+        ("parameters after it", "after a step$"),
+        ("each memory technique alone, and all together", ": (loss|gradients)$"),
+        ("the replicas' bits, before and after", "^hash"),
+    ]),
+}  # fmt: skip
+DTYPES = "float64", "float32"
+
+
+# ---------------------------------------------------------------- recording
+
+
+def record(path):
+    """Run every task in both dtypes, and keep of each claim the worst check."""
+    whole = {"machine": machine(), "date": time.strftime("%Y-%m-%d"), "tasks": {}}
+    for script, (_, ranks, flags, claims) in TASK.items():
+        for dtype in DTYPES:
+            print(f"{script}, {dtype}, {ranks} ranks", flush=True)
+            with tempfile.TemporaryDirectory() as folder:
+                file = Path(folder) / "record.json"
+                words = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+                words += ["--nproc_per_node", ranks, TASKS / f"{script}.py", *flags]
+                words += ["--dtype", dtype, "--json", file]
+                done = subprocess.run(
+                    list(map(str, words)), capture_output=True, text=True,
+                    env=os.environ | {"OMP_NUM_THREADS": "1"},
+                )  # fmt: skip
+                if not file.exists():
+                    sys.exit(f"{done.stdout[-3000:]}{done.stderr[-3000:]}\nerror: {script} failed")
+                run = json.loads(file.read_text())
+            whole |= {"versions": run["versions"], "model": run["model"]}
+            found = {claim: worst(run["checks"], pattern) for claim, pattern in claims}
+            whole["tasks"].setdefault(script, {})[dtype] = found
+    path.write_text(json.dumps(whole, indent=1) + "\n")
+
+
+def worst(checks, pattern):
+    """Of the checks of a claim: how many, all passed, and the one nearest to its tolerance."""
+    found = [check for check in checks if re.search(pattern, check["name"])]
+    if not found:
+        sys.exit(f"error: no check is named {pattern!r}")
+    last = max(found, key=lambda c: c["max_abs_diff"] / max(c["tolerance"], 1e-300))
+    largest = last["max_abs_reference"] or 1.0
+    return {"checks": len(found), "passed": all(check["passed"] for check in found),
+            "measured": last["max_abs_diff"] / largest, "allowed": last["tolerance"] / largest,
+            "for_example": last["name"]}  # fmt: skip
+
+
+# ---------------------------------------------------------------- the tables
+
+
+def head(*titles):
+    return [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+
+
+def checks(report):
+    """Each task's claims: the difference that came nearest to its tolerance, and that tolerance."""
+    measured = [f"{dtype}: measured (allowed)" for dtype in DTYPES]
+    rows = head("task", "claim", "printed as `check ...`", *measured, "status")
+    for script, (title, ranks, flags, claims) in TASK.items():
+        command = " ".join([f"--nproc_per_node {ranks} tasks/{script}.py", *flags])
+        rows.append(f"| **{title}** | `{command}` | | | | |")
+        for claim, _ in claims:
+            of = [report["tasks"][script][dtype][claim] for dtype in DTYPES]
+            cells = ["the same bits" if not c["allowed"] else
+                     f"{c['measured']:.0e} ({c['allowed']:.0e})" for c in of]  # fmt: skip
+            status = "ok" if all(c["passed"] for c in of) else "**FAILED**"
+            example, more = of[0]["for_example"], of[0]["checks"] - 1
+            example = f"{example}{f' and {more} more' if more else ''}"
+            rows.append(f"| | {claim} | {example} | {' | '.join(cells)} | {status} |")
+    return [*rows, "", on(report, f"model `{report['model']}`")]
+
+
+def on(data, what):
+    """What it was measured on."""
+    where, versions = data["machine"], data.get("versions", data)
+    dates = sorted({run["date"] for run in data.get("runs", [data])})
+    gpus = ", ".join(where["gpus"]) or "no GPU"
+    return (f"({what}; {' to '.join(dict.fromkeys((dates[0], dates[-1])))}, {where['cores']} cores "
+            f"of {where['cpu']}, {gpus}, PyTorch {versions['torch']}, transformers "
+            f"{versions['transformers']})")  # fmt: skip
+
+
+NAMES = {"hand-made": "by hand (Task 2)", "DTensor": "DTensor plan (Task 3)",
+         "transformers": 'transformers, `tp_plan="auto"`'}  # fmt: skip
+
+
+def share(run, phases):
+    """Of the single process's time: median, least and most of the ratios of neighbours."""
+    ours, theirs = (
+        [sum(laps) for laps in zip(*(run["results"][side][p] for p in phases), strict=True)]
+        for side in ("parallel", "single")
+    )
+    ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
+    return statistics.median(ratios), min(ratios), max(ratios)
+
+
+BOTH = "forward", "backward"
+
+
+def speed(data):
+    """Task 2, Task 3 and transformers' own plan, on two ranks, of the single process's time."""
+    runs = {(r["technique"], r["world_size"], r["seq_len"]): r for r in data["runs"]}
+    rows = head("2 ranks, 512 tokens", "forward", "backward", "both", "32 tokens, cached",
+                "bytes sent, of the formula")  # fmt: skip
+    for technique, name in NAMES.items():
+        run = runs[technique, 2, 512]
+        cells = ["{:.2f} ({:.2f} to {:.2f})".format(*share(run, phases))
+                 for phases in (["forward"], ["backward"], BOTH, ["generate"])]  # fmt: skip
+        sent, formula = (sum(run["results"][key]) for key in ("sent_bytes", "formula_bytes"))
+        rows.append(f"| {name} | {' | '.join(cells)} | {sent / formula - 1:+.1%} |")
+    ranks, columns = (1, 2, 4), ((BOTH, 512), (BOTH, 2048), (["generate"], 512))
+    titles = "both, 512 tokens", "both, 2,048 tokens", "generation"
+    rows += ["", *head("ranks", *(f"{title}: {p}" for title in titles for p in ranks))]
+    for technique, name in NAMES.items():
+        cells = []
+        for phases, length in columns:
+            for p in ranks:
+                run = runs.get((technique, p, length))
+                fewer = f" ({run['num_layers']} layers)" if run and "num_layers" in run else ""
+                cells.append(f"{share(run, phases)[0]:.2f}{fewer}" if run else "-")
+        rows.append(f"| {name} | {' | '.join(cells)} |")
+    return [*rows, "", on(data, f"`{data['model']}`, {data['num_layers']} layers, {data['dtype']}")]
+
+
+def profile(data):
+    """Where a step's seconds go, on rank 0."""
+    runs = {r["technique"]: r for r in data["runs"] if (r["world_size"], r["seq_len"]) == (2, 512)}
+    rows = head("seconds of a step", "kernels", "collectives, waiting included",
+                "Python and dispatch")  # fmt: skip
+    sides = [("one process", runs["hand-made"]["results"]["profile"]["single"])]
+    sides += [(name, runs[t]["results"]["profile"]["parallel"]) for t, name in NAMES.items()]
+    keys = "kernels_s", "collectives_s", "elsewhere_s"
+    return rows + [f"| {n} | {' | '.join(f'{p[k]:.2f}' for k in keys)} |" for n, p in sides]
+
+
+def longest(data):
+    """The longest sequences that were found."""
+    rows = head("limit on each rank", "contender", "ranks", "positions", "estimate")
+    for run in sorted(data["runs"], key=lambda r: r["budget_mib"]):
+        name = f"**{run['contender']}**" if run["contender"] == "ours" else run["contender"]
+        rows.append(f"| {run['budget_mib']} MiB | {name} | {run['world_size']} | "
+                    f"{run['found']:,} | {run['estimate']:,} |")  # fmt: skip
+    return [*rows, "", on(data, f"`{data['model']}`, {data['dtype']}")]
+
+
+def long_speed(data):
+    """Seconds of a long step."""
+    results = {name: r["step_s"] for name, r in data["results"].items() if "step_s" in r}
+    first = next(iter(results.values()))
+    rows = head("a step of 16,384 positions", "seconds", "of the first")
+    for name, laps in results.items():
+        ratios = [a / b for a, b in zip(laps, first, strict=True)]
+        of_first = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+        rows.append(f"| {name} | {statistics.median(laps):.1f} | {of_first} |")
+    return rows
+
+
+TABLES = {  # name in the README: (made by, of)
+    "checks": (checks, "report.json"),
+    "speed": (speed, "tp_speed.json"),
+    "profile": (profile, "tp_speed.json"),
+    "longest": (longest, "longest.json"),
+    "long_speed": (long_speed, "long_speed.json"),
+}
+
+
+def fill_in(text):
+    """A README with its tables made anew."""
+    for name, (make, file) in TABLES.items():
+        lines = make(json.loads((HERE / file).read_text()))
+        begin = f"<!-- {name}, by figures/report.py of figures/{file} -->\n"
+        end = f"<!-- end of {name} -->\n"
+        if text.count(begin) != 1 or text.count(end) != 1:
+            sys.exit(f"error: {README} has no place, or several, for the table {name}")
+        before, rest = text.split(begin)
+        text = before + begin + "".join(f"{line}\n" for line in lines) + end + rest.split(end)[1]
+    return text
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tables", action="store_true", help="run nothing; default no")
+    if not parser.parse_args().tables:
+        record(HERE / "report.json")
+    README.write_text(fill_in(README.read_text()))
+    print(f"wrote the tables of {README}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""F4: the README's commands do what it shows, and its tables say what was recorded."""
+
+import json
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+import launch
+
+sys.path.append(str(launch.ROOT / "figures"))
+import report
+
+README = (launch.ROOT / "README.md").read_text()
+FENCED = re.findall(r"^```\n(.*?)^```\n(?=(?:```\n(.*?)^```\n)?)", README, re.M | re.S)
+NUMBER = r"(?<![\w.])-?\d[\d,]*\.?\d*(?:e[+-]?\d+)?"
+START = "OMP_NUM_THREADS=1 torchrun --standalone "
+# Each task's own command, which test_tasks.py runs, and what it shows of what that prints.
+SHOWN = {
+    Path(command.split()[-1]).stem: (command.split()[-2], printed)
+    for command, printed in FENCED
+    if re.fullmatch(rf"{START}--nproc_per_node \d tasks/\w+\.py\n", command)
+}
+# The others, which would take long as they stand: the same with less to do.
+LESS = [
+    (r"--model random/\S+", "--model tiny"), (r"--num-layers \d+", ""),
+    (r"--seq-len \d+", "--seq-len 64"), (r"--steps \d+", "--steps 3"),
+]  # fmt: skip
+OTHERS = [
+    command.replace("\\\n", " ")
+    for command in dict.fromkeys(
+        [c for c, _ in FENCED if c.startswith(START)] + re.findall(rf"`({START}[^`]*)`", README)
+    )
+    if not re.fullmatch(rf"{START}--nproc_per_node \d tasks/\w+\.py\s*", command)
+]
+
+
+def same(shown, printed):
+    """Whether every line that the README shows is printed, in this order ("...": others between).
+
+    Words are the same, numbers nearly: tensors and losses to the digits that kernels may change,
+    differences not at all, times and sizes of memory not at all.
+    """
+    lines = iter(printed.splitlines())
+    for wanted in shown.splitlines():
+        if wanted == "...":
+            continue
+        assert any(alike(wanted, line) for line in lines), f"not printed, or not there: {wanted}"
+
+
+def alike(wanted, line):
+    if wanted.startswith("check "):  # not: its differences, whose they are, and a second verdict
+        parts = [
+            re.sub(r"max.*tolerance|\(rank=\d+\)|; within.*", "", text) for text in (wanted, line)
+        ]
+    else:
+        parts = [wanted, line]
+    if re.sub(NUMBER, "#", parts[0]) != re.sub(NUMBER, "#", parts[1]):
+        return False
+    if re.match("time|median step|peak|bytes sent|text:", wanted):
+        return True
+    numbers = ([float(x.replace(",", "")) for x in re.findall(NUMBER, text)] for text in parts)
+    near = {"rel": 0.05, "abs": 0} if wanted.startswith("check ") else {"rel": 1e-3, "abs": 2e-3}
+    return next(numbers) == pytest.approx(next(numbers), **near)
+
+
+def test_alike():
+    """It can fail: another word, another number, another order."""
+    check = "check loss: max|diff| 1e-07, mean|diff| 2e-08, tolerance 8.4e-05 (rank=0): ok"
+    assert alike(check, check.replace("1e-07", "0.0e+00").replace("(rank=0)", "(rank=1)"))
+    assert not alike(check, check.replace("8.4e-05", "8.4e-01"))
+    assert not alike(check, check.replace("loss", "logits"))
+    assert not alike("x: tensor([ 0.51, -5.87])", "x: tensor([ 0.51, -5.80])")
+    same("a\n...\nc\n", "a\nb\nc\n")
+    with pytest.raises(AssertionError):
+        same("c\na\n", "a\nb\nc\n")
+
+
+def test_every_task_is_shown():
+    assert SHOWN.keys() == set(launch.SCRIPTS)
+    assert all("Tests passed (rank=0)" in printed for _, printed in SHOWN.values())
+
+
+@pytest.mark.parametrize("command", OTHERS, ids=lambda command: command.split("/", 1)[1][:40])
+def test_other_commands(command, tmp_path):
+    for pattern, less in LESS:
+        command = re.sub(pattern, less, command)
+    words = shlex.split(command.replace("--output-dir out", f"--output-dir {tmp_path / 'out'}"))
+    assert words[:3] == START.split()
+    more = ["--repeats", 1] if "seq-len" in command or "figures" in command else []
+    more += ["--seq-len", 64] if "long_speed" in command else []
+    result = launch.run([sys.executable, "-m", "torch.distributed.run", *words[2:], *more])
+    assert result.code == 0 and "Tests passed (rank=1)" in result.out, result.tail()
+
+
+@pytest.mark.parametrize("target", sorted(set(re.findall(r"\bmake ([a-z-]+)", README))))
+def test_make_targets(target):
+    """Every target that it names is there."""
+    assert launch.run(["make", "-n", target]).code == 0
+
+
+def test_tables():
+    """They are what figures/report.py makes of the committed records, of which all passed."""
+    assert report.fill_in(README) == README
+    tasks = json.loads((launch.ROOT / "figures" / "report.json").read_text())["tasks"]
+    assert tasks.keys() == set(launch.SCRIPTS)
+    for of_dtype in tasks.values():
+        for claims in of_dtype.values():
+            assert all(claim["passed"] and claim["checks"] for claim in claims.values()), claims
+
+
+def test_criteria():
+    """What its second table points to is printed, as its blocks show, or said by a script."""
+    table = README[README.index("| asked for | where it is |") :].split("\n\n")[0]
+    sources = "".join(file.read_text() for file in launch.TASKS.glob("*.py")).lower()
+    printed = "".join(printed for _, printed in SHOWN.values())
+    for text in re.findall(r"`([^`]*)`", table):
+        if not text.startswith(("tasks/", "make ", "--")):
+            assert text in printed or text.lower().removeprefix("check ") in sources, text
+    for text in re.findall(r"\*\*([A-Z: ,]+)\*\*", table):
+        assert text.lower() in sources, text
+
+
+def test_paths():
+    """The files and pictures that it names exist."""
+    named = re.findall(r"(?:tasks|figures|tests|launch)/[\w/]+\.\w+", README)
+    assert named
+    for name in named:
+        assert (launch.ROOT / name).exists(), name
