@@ -11,8 +11,8 @@ SCRIPTS = tasks/tp_mlp.py $(filter-out tasks/tp_mlp.py,$(FOUND))
 .PHONY: help demo test test-all stress test-course bench max-seq-len report figures tiny-llama lint clean
 help:
 	@echo "make demo         every task, NPROC=$(NPROC) ranks, MODEL=$(MODEL), DEVICE=$(DEVICE)"
-	@echo "make test-all     all tests; make test: the fast ones; make stress: the longest, too"
-	@echo "make test-course  all tests with the course's versions of transformers and peft"
+	@echo "make test-all     the tests; make test: the fast ones; make stress: the longest alone"
+	@echo "make test-course  the tests with the course's versions of transformers and peft"
 	@echo "make report       run every task, and write the README's tables anew"
 	@echo "make bench        measure speed (an hour and more); make figures: draw what was measured"
 	@echo "make max-seq-len  find the longest sequence under limits on memory (an hour)"

@@ -1,7 +1,7 @@
 """Draw the figures from the measurements beside this file.
 
 python figures/draw.py                # all of them
-python figures/draw.py /tmp/mine.json # report, tp_speed, longest or diagrams, into /tmp/mine.png
+python figures/draw.py /tmp/mine.json # records like those of report, tp_speed or longest, as .png
 """
 
 import argparse
@@ -211,8 +211,10 @@ def kind(data):
     """What draws these records."""
     if "tasks" in data:
         return draw_checks
-    if "results" in data:
+    if "sizes" in data.get("results", {}):
         return draw_diagrams
+    if "runs" not in data:
+        raise ValueError("not one of report, tp_speed, longest, diagrams")
     return draw_tp_speed if "prompt_tokens" in data else draw_longest
 
 
@@ -227,9 +229,10 @@ def main():
     ]:
         try:
             data = json.loads(file.read_text())
+            draw = kind(data)
         except (OSError, ValueError) as error:
             parser.error(f"{file}: {error}")
-        kind(data)(data, file.with_suffix(".png"))
+        draw(data, file.with_suffix(".png"))
     if not files:
         names = "ulysses_speed", "long_speed"
         both = {name: json.loads((HERE / f"{name}.json").read_text()) for name in names}

@@ -29,10 +29,9 @@ def resume(path, setting):
     """
     whole = setting | {"runs": []}
     try:
-        if path.exists() and path.stat().st_size:
+        path.open("a").close()
+        if path.stat().st_size:
             whole = json.loads(path.read_text())
-        else:
-            path.touch()
     except (OSError, ValueError) as error:
         sys.exit(f"error: {path}: {error}")
     if {key: whole.get(key) for key in setting} != setting:
@@ -41,7 +40,9 @@ def resume(path, setting):
 
 
 def add(path, whole, key, record):
-    """Put a run in the place of an earlier one of the same key, and write all: jobs are stopped."""
+    """Put a run in the place of an earlier one of the same key, and write all, whole or not."""
     record = record | key | {"date": time.strftime("%Y-%m-%d")}
     whole["runs"] = [r for r in whole["runs"] if {k: r[k] for k in key} != key] + [record]
-    path.write_text(json.dumps(whole, indent=1) + "\n")
+    part = path.with_name(f".{path.name}.part")
+    part.write_text(json.dumps(whole, indent=1) + "\n")
+    part.replace(path)

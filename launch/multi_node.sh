@@ -8,8 +8,10 @@
 # default 2; NPROC, ranks on each, default its GPUs, else 1; PORT, free on HEAD, default 29400;
 # JOB, a name that jobs on one HEAD and PORT do not share, default parallel-llama; LOCAL_ADDR and
 # IFACE, this machine's address and interface, default those by which HEAD is reached; NODE_TIMEOUT,
-# seconds of silence after which a machine is taken for lost, default 15; MAX_RESTARTS,
-# OMP_NUM_THREADS and TORCHRUN as in single_node.sh.
+# seconds of silence after which a machine is taken for lost, default 15; IS_HEAD, true or false, if
+# HEAD is an address that the first machine does not know as its own; OMP_NUM_THREADS and TORCHRUN as
+# in single_node.sh. Rank 0, which writes --json and --output-dir, need not be on HEAD: let them be on
+# a disk that all share. Nothing restarts by itself here: start it again, Task 5 with --resume.
 #
 # The machines need the same checkout, versions and flags, and a network that they trust: torchrun
 # and gloo do not ask who connects.
@@ -18,12 +20,11 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 found=$(gpus)
-HEAD=${HEAD:-}
+HEAD=${HEAD:-${SLURM_LAUNCH_NODE_IPADDR:-}}
 NNODES=${NNODES:-2}
 NPROC=${NPROC:-$((found > 0 ? found : 1))}
 PORT=${PORT:-29400}
 JOB=${JOB:-parallel-llama}
-MAX_RESTARTS=${MAX_RESTARTS:-0}
 [[ $HEAD ]] || stop "HEAD is not set: the first machine's name or address"
 whole NNODES
 whole NPROC
@@ -59,13 +60,14 @@ END
 read -r is_head found_addr <<<"$facts"
 # Under Slurm several "machines" may be one (in a test), and the first is known anyway.
 [[ -z ${SLURM_NODEID-} ]] || { [[ $SLURM_NODEID == 0 ]] && is_head=true || is_head=false; }
+is_head=${IS_HEAD:-$is_head}
 LOCAL_ADDR=${LOCAL_ADDR:-$found_addr}
-IFACE=${IFACE:-$(ip -o addr show to "$LOCAL_ADDR" 2>/dev/null | awk 'NR == 1 {print $2}')}
+IFACE=${IFACE:-$({ ip -o addr show to "$LOCAL_ADDR" 2>/dev/null || true; } | awk 'NR == 1 {print $2}')}
 if [[ $IFACE ]]; then
     environment+=("GLOO_SOCKET_IFNAME=$IFACE" "NCCL_SOCKET_IFNAME=$IFACE")
 fi
 environment+=("NODE_TIMEOUT=$NODE_TIMEOUT")
 
-start --nnodes "$NNODES" --nproc_per_node "$NPROC" --max-restarts "$MAX_RESTARTS" \
+start --nnodes "$NNODES" --nproc_per_node "$NPROC" --max-restarts 0 \
     --rdzv-backend c10d --rdzv-endpoint "$HEAD:$PORT" --rdzv-id "$JOB" \
     --rdzv-conf "is_host=$is_head" --local-addr "$LOCAL_ADDR" "$@"

@@ -44,16 +44,18 @@ class Watch:
         place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         patience = datetime.timedelta(seconds=self.silence_s)
-        store, heard = dist.TCPStore(*place, is_master=False, timeout=patience), {}
-        while not self.over.wait(1):
-            store.add(f"alive/{attempt}/{self.node}", 1)
-            for node in range(nodes):
-                count, now = store.add(f"alive/{attempt}/{node}", 0), time.monotonic()
-                before, since = heard.setdefault(node, (count, now))
-                heard[node] = (count, now if count > before else since)
-                if now - heard[node][1] > self.silence_s:
-                    self.lost(f"node {node}")
-            self.contact = time.monotonic()
+        heard = {}
+        with suppress(dist.DistError):  # if the store is gone: `listen` notices
+            store = dist.TCPStore(*place, is_master=False, timeout=patience)
+            while not self.over.wait(1):
+                store.add(f"alive/{attempt}/{self.node}", 1)
+                for node in range(nodes):
+                    count, now = store.add(f"alive/{attempt}/{node}", 0), time.monotonic()
+                    before, since = heard.setdefault(node, (count, now))
+                    heard[node] = (count, now if count > before else since)
+                    if now - heard[node][1] > self.silence_s:
+                        self.lost(f"node {node}")
+                self.contact = time.monotonic()
 
     def listen(self, nodes):
         """Notice when `tell` no longer gets an answer: it may hang, or have failed."""
@@ -64,8 +66,11 @@ class Watch:
     def lost(self, what, cut_off=False):
         """End this node's part of the job. torchrun would wait for its store, too, if cut off."""
         if not self.over.is_set():
-            agent = psutil.Process(os.getppid()) if cut_off else None
-            others = [*agent.children(), agent] if agent else []
+            others = []
+            if cut_off and "TORCHELASTIC_RUN_ID" in os.environ:
+                with suppress(psutil.Error):
+                    agent = psutil.Process(os.getppid())
+                    others = [*(rank.pid for rank in agent.children()), agent.pid]
             end(f"no sign of life from {what} for {self.silence_s:g} s: it, or the network between,"
                 f" is gone; this is node {self.node}, which stops", others)  # fmt: skip
 
@@ -85,13 +90,19 @@ class Watch:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
         everyone = range(self.world_size)
-        with suppress(dist.DistError):  # rank 0's node is gone, and the store with it
+        # Where rank 0 holds the store and is stopped or gone, questions are not answered.
+        lost = f"rank 0 does not come, and its store at {os.environ['MASTER_ADDR']} does not answer"
+        timer = threading.Timer(10, end, [lost])
+        timer.daemon = True
+        timer.start()
+        try:
             self.store.set(f"waited/{self.rank}", "")
             # The others give up now, too; or one has ended and said why, and torchrun, which sees
             # it, ends this one meanwhile.
             time.sleep(2 if late else 3)
             waited = [rank for rank in everyone if self.store.check([f"waited/{rank}"])]
             missing = [rank for rank in everyone if rank not in waited]
+            timer.cancel()
             if not missing:
                 return  # all wait, each for something else: a bug, with its traceback
             if self.rank != waited[0]:
@@ -99,15 +110,22 @@ class Watch:
             for rank in missing:  # torchrun would wait half a minute for one that is stopped
                 node, process = self.store.get(f"process/{rank}").decode().split()
                 if node == self.node:
-                    with suppress(ProcessLookupError):
-                        os.kill(int(process), signal.SIGKILL)
-            folder = os.path.dirname(os.path.abspath(sys.argv[0]))
-            frames = [f for f in traceback.extract_tb(error.__traceback__) if folder in f.filename]
-            place = [f"{os.path.basename(f.filename)}:{f.lineno} ({f.name})" for f in frames[:2]]
-            what = f"did not come, in {self.timeout_s:g} s," if late else "ended, and did not come"
-            end(f"rank {', '.join(map(str, missing))} {what} to what rank "
-                f"{', '.join(map(str, waited))} waited for at {' > '.join(place)}"
-                + (": it hangs, or needs a longer --timeout" if late else ""))  # fmt: skip
+                    kill(int(process))
+        except dist.DistError:
+            time.sleep(3)
+            end(lost)
+        folder = os.path.dirname(os.path.abspath(sys.argv[0]))
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if folder in f.filename]
+        place = [f"{os.path.basename(f.filename)}:{f.lineno} ({f.name})" for f in frames[:2]]
+        what = f"did not come, in {self.timeout_s:g} s," if late else "ended, and did not come"
+        end(f"rank {', '.join(map(str, missing))} {what} to what rank "
+            f"{', '.join(map(str, waited))} waited for at {' > '.join(place)}"
+            + (": it hangs, or needs a longer --timeout" if late else ""))  # fmt: skip
+
+
+def kill(process):
+    with suppress(ProcessLookupError):
+        os.kill(process, signal.SIGKILL)
 
 
 def end(message, others=()):
@@ -115,6 +133,6 @@ def end(message, others=()):
     sys.stdout.flush()
     print(f"error: {message}", file=sys.stderr, flush=True)
     for process in others:
-        if process.pid != os.getpid():
-            process.kill()
+        if process != os.getpid():
+            kill(process)
     os._exit(1)

@@ -17,6 +17,9 @@ import psutil
 ROOT = Path(__file__).resolve().parent.parent
 TASKS = ROOT / "tasks"
 SCRIPTS = sorted(p.stem for p in TASKS.glob("*.py") if '__name__ == "__main__"' in p.read_text())
+# What torchrun, Slurm and the launch scripts are told by; the user's must not reach the tests.
+OTHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "GROUP_", "TORCHELASTIC_", "SLURM", "SBATCH",
+          "HEAD", "IS_HEAD", "NNODES", "NPROC", "PORT", "JOB", "IFACE", "MAX_RESTARTS")  # fmt: skip
 MARK = "PARALLEL_LLAMA_TEST"  # set to a job's own id in all its processes, to find survivors by
 
 
@@ -42,7 +45,7 @@ class Result:
 
 def environment(job, extra=None):
     """The user's environment, with one thread a rank, no hub, and the job's mark."""
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("RANK", "LOCAL_", "MASTER_"))}
+    env = {k: v for k, v in os.environ.items() if not k.startswith(OTHERS)}
     env |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo", MARK: job}
     return env | (extra or {})
 

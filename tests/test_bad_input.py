@@ -69,7 +69,7 @@ DAMAGE = {
     "no config": (lambda d: (d / "config.json").unlink(), "no config.json"),
     "config is not JSON": (lambda d: (d / "config.json").write_text("{"), "not valid JSON"),
     "another kind of model": (lambda d: change_config(d, model_type="gpt2"), "a gpt2 model"),
-    "heads do not fit": (lambda d: change_config(d, num_attention_heads=5), "config.json"),
+    "heads do not fit": (lambda d: change_config(d, num_attention_heads=5), "heads"),
     "config is a folder": (
         lambda d: ((d / "config.json").unlink(), (d / "config.json").mkdir()),
         "cannot be read",

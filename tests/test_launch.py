@@ -16,9 +16,10 @@ import launch
 LAUNCH = launch.ROOT / "launch"
 FILES = sorted(LAUNCH.iterdir())
 SMALL = ["tasks/tp_mlp.py", "--model", "random/small", "--hidden-size", 64]
-SMALL += ["--intermediate-size", 128]
+SMALL += ["--intermediate-size", 128, "--device", "cpu"]
 TRAIN = ["tasks/ulysses_finetune.py", "--check-steps", "0", "--seq-len", "64", "--save-every", "5"]
-FAST = {"TORCHRUN": str(Path(sys.executable).parent / "torchrun")}
+TRAIN += ["--device", "cpu"]
+FAST = {"TORCHRUN": str(Path(sys.executable).parent / "torchrun"), "NPROC": "1"}
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
@@ -61,7 +62,7 @@ def test_wrong(name):
 
 
 def test_single_node():
-    result = launch.run(["bash", LAUNCH / "single_node.sh", *SMALL], env=FAST)
+    result = launch.run(["bash", LAUNCH / "single_node.sh", *SMALL], env=FAST | {"NPROC": "2"})
     assert result.code == 0 and "Tests passed (rank=1)" in result.out, result.tail()
 
 
@@ -135,7 +136,7 @@ def test_two_machines(script, nproc, two_nodes, tmp_path):
     """Tensor and sequence parallelism over a cable: the same checks, on the same tolerances."""
     nodes, head, _ = two_nodes
     job = uuid.uuid4().hex
-    jobs = on_nodes(nodes, head, job, tmp_path, [f"tasks/{script}.py"], nproc)
+    jobs = on_nodes(nodes, head, job, tmp_path, [f"tasks/{script}.py", "--device", "cpu"], nproc)
     assert gone(job, 120)
     codes = [process.wait() for process, _, _ in jobs]
     said = [out.read_text() for _, out, _ in jobs]
@@ -206,7 +207,7 @@ STUB = """#!/usr/bin/env bash
 set -eu
 while [[ $1 == --* ]]; do shift; done
 for node in $(seq 0 $((SLURM_JOB_NUM_NODES - 1))); do
-    SLURM_NODEID=$node "$@" &
+    SLURM_NODEID=$node SLURM_LAUNCH_NODE_IPADDR=127.0.0.1 "$@" &
     started+=($!)
 done
 for process in "${started[@]}"; do wait "$process"; done
