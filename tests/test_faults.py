@@ -347,3 +347,11 @@ def test_two_jobs_at_once(tmp_path):
     assert [job.wait(120) for job in jobs] == [0, 0]
     files = [tmp_path / str(i) / "adapter" / "adapter_model.safetensors" for i in range(2)]
     assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_other_versions(tmp_path):
+    """B14: libraries older or newer than tested: said in one line, and the run goes on."""
+    plant(tmp_path, "starting.py", '("4.48.3", "5.23.0")', '("1.0", "2.0")')
+    args = QUICK["tp_mlp"]
+    result = launch.ranks(tmp_path / "tp_mlp.py", *args, nproc=2, folder=tmp_path)
+    assert result.code == 0 and result.out.count("tested with 1.0 to 2.0") == 1, result.tail()
