@@ -18,11 +18,13 @@ import tempfile
 import time
 from pathlib import Path
 
-from records import machine
-
 HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent / "tasks"))
+
+from measuring import median_ratio  # noqa: E402
+from records import machine  # noqa: E402
+
 README, TASKS = HERE.parent / "README.md", HERE.parent / "tasks"
-RUN = "OMP_NUM_THREADS=1 torchrun --standalone"
 GRADIENTS = "gradients of all weights", r"\.weight grad$"
 MODEL = [
     ("logits", "^logits$"),
@@ -160,8 +162,7 @@ def share(run, phases):
         [sum(laps) for laps in zip(*(run["results"][side][p] for p in phases), strict=True)]
         for side in ("parallel", "single")
     )
-    ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
-    return statistics.median(ratios), min(ratios), max(ratios)
+    return median_ratio(ours, theirs)
 
 
 BOTH = "forward", "backward"
@@ -219,8 +220,7 @@ def long_speed(data):
     first = next(iter(results.values()))
     rows = head("a step of 16,384 positions", "seconds", "of the first")
     for name, laps in results.items():
-        ratios = [a / b for a, b in zip(laps, first, strict=True)]
-        of_first = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+        of_first = "{:.2f} ({:.2f} to {:.2f})".format(*median_ratio(laps, first))
         rows.append(f"| {name} | {statistics.median(laps):.1f} | {of_first} |")
     return rows
 

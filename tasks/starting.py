@@ -108,7 +108,7 @@ def agree(run):
     everyone = [None] * run.world_size
     dist.all_gather_object(everyone, mine)
     for rank, theirs in enumerate(everyone):
-        for name in everyone[0].keys() | theirs.keys():
+        for name in sorted(everyone[0].keys() | theirs.keys()):
             first, other = everyone[0].get(name), theirs.get(name)
             if first != other:
                 raise UserError(f"{name} is {first} on rank 0, but {other} on rank {rank}: start "

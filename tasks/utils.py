@@ -225,9 +225,8 @@ class Run(Comparison):
 
     def announce(self, text):
         """Print on rank 0 what the assignment wants announced in bold capitals."""
-        self.say(
-            f"\033[1m{text.upper()}\033[0m" if sys.stdout.isatty() else f"*** {text.upper()} ***"
-        )
+        text = text.upper()
+        self.say(f"\033[1m{text}\033[0m" if sys.stdout.isatty() else f"*** {text} ***")
 
     def from_rank0(self, value):
         """Rank 0's tensor, number or object, on every rank; the others pass None or their own."""
