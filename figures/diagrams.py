@@ -11,9 +11,7 @@ import argparse
 import json
 import os
 import re
-import subprocess
 import sys
-import tempfile
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -25,6 +23,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: E402
 
+from records import torchrun  # noqa: E402
 from tp_llama import tensor_parallelize  # noqa: E402
 from ulysses_forward import sequence_parallelize, sum_gradients  # noqa: E402
 from utils import make_parser, positive, shard_of, start  # noqa: E402
@@ -190,14 +189,9 @@ def drive(args):
 
     if not os.access(args.output.resolve().parent, os.W_OK):
         sys.exit(f"error: {args.output}: cannot be written there; name another file")
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "record.json"
-        words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
-        words += [args.ranks, __file__, "--model", args.model, "--device", "cpu", "--json", path]
-        env = os.environ | {"OMP_NUM_THREADS": "1"}
-        if subprocess.run(list(map(str, words)), env=env).returncode:
-            sys.exit("error: the run failed; nothing was written")
-        whole = json.loads(path.read_text())
+    whole, _ = torchrun(__file__, args.ranks, "--model", args.model, "--device", "cpu")
+    if not whole:
+        sys.exit("error: the run failed; nothing was written")
     kept = {key: whole[key] for key in ("model", "dtype", "versions", "results")}
     # An event on a line: for a file that people read, and compare.
     text = re.sub(r"{[^{}]*}", lambda match: " ".join(match[0].split()), json.dumps(kept, indent=1))

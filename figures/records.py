@@ -1,14 +1,31 @@
 """What the measurements keep: one JSON file of runs, all of one setting, that can be added to."""
 
 import contextlib
+import itertools
 import json
 import os
 import platform
+import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import torch
+
+
+def torchrun(script, ranks, *flags, threads=1):
+    """A script under torchrun: its JSON record, or None where it failed, and the ended process.
+
+    What it printed is in the process; its errors went to this one's.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "record.json"
+        words = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        words += ["--nproc_per_node", ranks, script, *flags, "--json", path]
+        env = os.environ | {"OMP_NUM_THREADS": str(threads)}
+        done = subprocess.run(list(map(str, words)), stdout=subprocess.PIPE, text=True, env=env)
+        return None if done.returncode else json.loads(path.read_text()), done
 
 
 def machine():
@@ -23,9 +40,10 @@ def machine():
 
 
 def resume(path, setting):
-    """The records of an earlier time in `path`, or new ones; exits where the setting was another.
+    """The records of an earlier time in `path`, or new ones.
 
-    It also finds out now, before the work, whether the file can be written.
+    A file of another setting (machine, versions, model) is kept under another name. It also finds
+    out now, before the work, whether the file can be written.
     """
     whole = setting | {"runs": []}
     try:
@@ -35,7 +53,10 @@ def resume(path, setting):
     except (OSError, ValueError) as error:
         sys.exit(f"error: {path}: {error}")
     if {key: whole.get(key) for key in setting} != setting:
-        sys.exit(f"error: {path} was measured under another setting: name another file")
+        names = (path.with_suffix(f".{number}.json") for number in itertools.count(1))
+        earlier = path.replace(next(name for name in names if not name.exists()))
+        print(f"note: {path} was measured under another setting: it is {earlier} now", flush=True)
+        return setting | {"runs": []}
     return whole
 
 

@@ -9,12 +9,9 @@ the JSON files beside it. In the README each table stands between two comments t
 
 import argparse
 import json
-import os
 import re
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -22,7 +19,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "tasks"))
 
 from measuring import median_ratio  # noqa: E402
-from records import machine  # noqa: E402
+from records import machine, torchrun  # noqa: E402
 
 README, TASKS = HERE.parent / "README.md", HERE.parent / "tasks"
 GRADIENTS = "gradients of all weights", r"\.weight grad$"
@@ -87,18 +84,9 @@ def record(path):
     for script, (_, ranks, flags, claims) in TASK.items():
         for dtype in DTYPES:
             print(f"{script}, {dtype}, {ranks} ranks", flush=True)
-            with tempfile.TemporaryDirectory() as folder:
-                file = Path(folder) / "record.json"
-                words = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-                words += ["--nproc_per_node", ranks, TASKS / f"{script}.py", *flags]
-                words += ["--dtype", dtype, "--json", file]
-                done = subprocess.run(
-                    list(map(str, words)), capture_output=True, text=True,
-                    env=os.environ | {"OMP_NUM_THREADS": "1"},
-                )  # fmt: skip
-                if not file.exists():
-                    sys.exit(f"{done.stdout[-3000:]}{done.stderr[-3000:]}\nerror: {script} failed")
-                run = json.loads(file.read_text())
+            run, done = torchrun(TASKS / f"{script}.py", ranks, *flags, "--dtype", dtype)
+            if not run:
+                sys.exit(f"{done.stdout[-3000:]}\nerror: {script} failed")
             whole |= {"versions": run["versions"], "model": run["model"]}
             found = {claim: worst(run["checks"], pattern) for claim, pattern in claims}
             whole["tasks"].setdefault(script, {})[dtype] = found

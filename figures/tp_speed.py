@@ -3,7 +3,7 @@
     python figures/tp_speed.py                # all of it, into figures/tp_speed.json
     python figures/tp_speed.py --ranks 2 --seq-lens 512 --repeats 3
 
-Each technique is measured beside one process that has as many threads (or one GPU): forward,
+Each technique is measured beside one process that has as many cores (or one GPU): forward,
 backward, and cached generation, in turns, on the same weights, after a check that both give the
 same loss. What is quoted is the slowest rank's seconds, and medians of ratios of neighbours. A step
 is also run under the profiler, and its bytes on the wire are held against the formula.
@@ -13,10 +13,8 @@ Without torchrun this is the driver, which starts itself under torchrun for ever
 
 import argparse
 import contextlib
-import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -34,7 +32,7 @@ from transformers import DynamicCache  # noqa: E402
 
 from dtensor_llama import dtensor_parallelize, whole_logits  # noqa: E402
 from kv_cache import choose_among_ranks, choose_whole, generate  # noqa: E402
-from records import add, machine, resume  # noqa: E402
+from records import add, machine, resume, torchrun  # noqa: E402
 from tp_llama import tensor_parallelize  # noqa: E402
 from utils import (  # noqa: E402
     DTYPES,
@@ -147,7 +145,8 @@ def measure(args):
         parallel = run.source.load_model(run.dtype, run.device, technique.parallelize)
         ids = run.from_rank0(torch.randint(config.vocab_size, (1, args.seq_len)))
         own_threads = torch.get_num_threads()
-        threads = {"single": own_threads * run.world_size, "parallel": own_threads}
+        at_most = max(own_threads, os.cpu_count())
+        threads = {"single": min(own_threads * run.world_size, at_most), "parallel": own_threads}
         models = {"single": reference, "parallel": parallel}
 
         def train(name):
@@ -250,6 +249,9 @@ def drive(args):
     shortest = min([*args.seq_lens, *(run["seq_len"] for run in whole["runs"])])
     jobs = [(p, s, t) for s in args.seq_lens for p in args.ranks for t in args.techniques]
     jobs = [job for job in jobs if job[0] > 1 or job[2] != "transformers"]  # its plan needs two
+    if args.missing:
+        there = {(run["world_size"], run["seq_len"], run["technique"]) for run in whole["runs"]}
+        jobs = [job for job in jobs if job not in there]
     failed = []
     for number, (ranks, seq_len, technique) in enumerate(jobs, 1):
         print(f"[{number}/{len(jobs)}] {technique}, {ranks} rank(s), {seq_len} tokens", flush=True)
@@ -285,19 +287,12 @@ def drive(args):
 
 def job(ranks, threads, flags, *switches):
     """The record of one combination under torchrun; None where it failed."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "record.json"
-        words = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        words += ["--nproc_per_node", ranks, __file__, *switches, "--json", path]
-        words += [word for name, value in flags.items() for word in (f"--{name}", value)]
-        done = subprocess.run(
-            list(map(str, words)), stdout=subprocess.PIPE, text=True,
-            env=os.environ | {"OMP_NUM_THREADS": str(threads)},
-        )  # fmt: skip
-        if done.returncode:
-            print(done.stdout[-2000:], flush=True)
-            return None
-        return json.loads(path.read_text())
+    words = [word for name, value in flags.items() for word in (f"--{name}", value)]
+    threads = threads or max(1, torch.get_num_threads() // ranks)
+    record, done = torchrun(__file__, ranks, *words, *switches, threads=threads)
+    if not record:
+        print(done.stdout[-2000:], flush=True)
+    return record
 
 
 def at_least_prompt(text):
@@ -349,8 +344,9 @@ def main():
         flag("--model", default=MODEL, help=f"default {MODEL}")
         flag("--num-layers", type=positive, default=4, help="of a random/ model; default 4")
         flag("--dtype", choices=DTYPES, default="float32", help="default float32")
-        flag("--threads", type=positive, default=1, help="threads of each rank; default 1")
+        flag("--threads", type=positive, help="threads of each rank; default all cores' share")
         flag("--repeats", type=positive, default=7, help="timed runs of each; default 7")
+        flag("--missing", action="store_true", help="only what the output lacks; default all")
         flag("--output", type=Path, default=HERE / "tp_speed.json", help="default %(default)s")
         drive(parser.parse_args())
 

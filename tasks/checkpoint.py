@@ -15,9 +15,7 @@ import json
 import os
 import re
 import shutil
-import signal
 import tempfile
-import time
 from pathlib import Path
 
 import torch
@@ -149,23 +147,6 @@ def resume(run, parameters, optimizer, found):
     if len(record["losses"]) > run.args.steps:
         run.say(f"note: that is more than --steps {run.args.steps}: nothing is left to train")
     return record["losses"]
-
-
-def catch_signals():
-    """A list that gets an entry when this process is asked to stop; the second time it does.
-
-    (Within a second it is the same time: Slurm signals torchrun and its ranks, and torchrun too.)
-    """
-    stopped = []
-
-    def handler(number, frame):
-        if stopped and time.monotonic() - stopped[0] > 1:
-            os._exit(128 + number)
-        stopped.append(time.monotonic())
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, handler)
-    return stopped
 
 
 def fingerprint(tensors):

@@ -38,7 +38,7 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from checkpoint import catch_signals, find, fingerprint, open_folder, resume, save
+from checkpoint import find, fingerprint, open_folder, resume, save
 from finetuning import load, save_result, warm_up, within_budget
 from long_sequence import Techniques, possible, sequence_loss
 from training_checks import base_of, check_replicas, check_training, make_optimizer, trained
@@ -54,6 +54,7 @@ from utils import (
     share,
     start,
 )
+from watching import catch_signals
 
 LR = {"prompt": 1e-3, "lora": 1e-3, "none": 1e-4}
 SAVES = {

@@ -21,6 +21,24 @@ from contextlib import suppress
 import psutil
 import torch.distributed as dist
 
+STOPPED = []  # when this process was asked to stop
+
+
+def catch_signals():
+    """A list that gets an entry when this process is asked to stop; the second time it does.
+
+    (Within a second it is the same time: Slurm signals torchrun and its ranks, and torchrun too.)
+    """
+
+    def handler(number, frame):
+        if STOPPED and time.monotonic() - STOPPED[0] > 1:
+            os._exit(128 + number)
+        STOPPED.append(time.monotonic())
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, handler)
+    return STOPPED
+
 
 class Watch:
     """One for each rank, from its start to its end. store: the ranks' own."""
@@ -104,6 +122,8 @@ class Watch:
             time.sleep(2 if late else 3)
             waited = [rank for rank in everyone if self.store.check([f"waited/{rank}"])]
             missing = [rank for rank in everyone if rank not in waited]
+            if STOPPED:  # all were asked to, and the missing did so at once
+                os._exit(130)
             timer.cancel()
             if not missing:
                 return  # all wait, each for something else: a bug, with its traceback

@@ -87,13 +87,18 @@ def run(command, timeout=120, env=None, cwd=ROOT):
         out, err = process.communicate()
         err += f"\nTIMEOUT: killed after {timeout} s"
     seconds = time.monotonic() - begin
-    deadline = time.monotonic() + 3
+    return Result(process.returncode, out, err, seconds, survivors(job))
+
+
+def survivors(job, seconds=3):
+    """The processes of a job that live after so many seconds more; then they are killed."""
+    deadline = time.monotonic() + seconds
     while processes(job) and time.monotonic() < deadline:
         time.sleep(0.1)
-    survivors = processes(job)
-    for member in survivors:
-        member.kill()
-    return Result(process.returncode, out, err, seconds, [member.pid for member in survivors])
+    left = processes(job)
+    for process in left:
+        process.kill()
+    return [process.pid for process in left]
 
 
 def torchrun(script, *args, nproc, **kwargs):

@@ -224,11 +224,7 @@ class Working:
     def end(self, seconds):
         """Exit code and errors, once all is gone."""
         out, err = self.agent.communicate(timeout=seconds)
-        deadline = time.monotonic() + 3
-        while launch.processes(self.job) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        left = [process.pid for process in launch.processes(self.job)]
-        return launch.Result(self.agent.returncode, out, err, 0, left)
+        return launch.Result(self.agent.returncode, out, err, 0, launch.survivors(self.job))
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """What is measured and drawn: quickly, on the embedded model."""
 
+import contextlib
 import importlib.util
 import json
 import sys
@@ -12,6 +13,8 @@ import launch
 sys.path.append(str(launch.ROOT / "figures"))
 import draw
 import longest
+import records
+import tp_speed
 from draw_diagrams import TITLES, Diagram
 
 TECHNIQUES = ["hand-made", "DTensor"]
@@ -36,9 +39,49 @@ def test_bytes_on_the_wire(tmp_path):
         assert results["parallel"].keys() == {"forward", "backward", "generate"}
         assert results["sent_bytes"] == pytest.approx(results["formula_bytes"], rel=0.02)
         assert run["checks"][0]["name"] == "loss" and run["checks"][0]["passed"]
-    # Another setting must not go into the same file.
-    result = launch.run([sys.executable, SPEED, *args, "--output", output, "--dtype", "float64"])
-    assert result.code != 0 and "another setting" in result.err, result.tail()
+    # Nothing is measured twice where an interrupted comparison goes on.
+    result = launch.run([sys.executable, SPEED, *args, "--missing", "--output", output])
+    assert result.code == 0 and f"wrote {output}" in result.out, result.tail()
+    assert json.loads(output.read_text())["runs"] == runs and "[1/" not in result.out
+
+
+@pytest.mark.parametrize("failures", [0, 1, 2, 3])
+def test_short_of_memory(failures, tmp_path, monkeypatch):
+    """A job that fails is tried again with less memory, the record says so, the others go on."""
+    tries, output, laps = [], tmp_path / "speed.json", {"forward": [1.0], "backward": [2.0]}
+
+    def job(ranks, threads, flags, *switches):
+        if ranks == 2:
+            tries.append((flags["num-layers"], *switches))
+            if len(tries) <= failures:
+                return None
+        return {"results": {"single": laps, "parallel": laps}}
+
+    monkeypatch.setattr(tp_speed, "job", job)
+    words = f"tp_speed.py --ranks 1 2 4 --techniques DTensor --seq-lens 512 --output {output}"
+    monkeypatch.setattr(sys, "argv", words.split())
+    failed = r"failed: DTensor on 2 rank\(s\) at 512 tokens; the rest is in"
+    with pytest.raises(SystemExit, match=failed) if failures == 3 else contextlib.nullcontext():
+        tp_speed.main()
+    assert tries == [(4,), (4, "--giving-back"), (2, "--giving-back")][: failures + 1]
+    runs = json.loads(output.read_text())["runs"]
+    assert [run["world_size"] for run in runs] == ([1, 4] if failures == 3 else [1, 2, 4])
+    assert [r["world_size"] for r in runs if "num_layers" in r] == ([2] if failures == 2 else [])
+
+
+def test_measured_elsewhere(tmp_path, capsys):
+    """Another machine's measurements are not mixed with one's own, nor lost."""
+    path, here = tmp_path / "speed.json", {"machine": "here"}
+    for number, name in enumerate(["there", "elsewhere"], 1):
+        before = records.resume(path, {"machine": name})
+        records.add(path, before, {"ranks": 2}, {"seconds": 3})
+        records.add(path, before, {"ranks": 2}, {"seconds": 4})
+        assert records.resume(path, here) == here | {"runs": []}
+        assert f"speed.{number}.json now" in capsys.readouterr().out
+        kept = json.loads((tmp_path / f"speed.{number}.json").read_text())
+        assert kept == before and [run["seconds"] for run in kept["runs"]] == [4]
+    records.add(path, records.resume(path, here), {"ranks": 2}, {"seconds": 5})
+    assert [run["seconds"] for run in records.resume(path, here)["runs"]] == [5]
 
 
 @pytest.mark.parametrize("name", ["tp_speed", "longest"])

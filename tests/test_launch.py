@@ -116,17 +116,6 @@ def on_nodes(nodes, head, job, folder, args, nproc=1):
     return jobs
 
 
-def gone(job, seconds):
-    """Whether all processes of a job end within some seconds."""
-    deadline = time.monotonic() + seconds
-    while launch.processes(job) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    left = launch.processes(job)
-    for process in left:
-        process.kill()
-    return not left
-
-
 @pytest.mark.parametrize(
     ("script", "nproc"),
     [("tp_llama", 1), ("ulysses_finetune", 1)]
@@ -137,7 +126,7 @@ def test_two_machines(script, nproc, two_nodes, tmp_path):
     nodes, head, _ = two_nodes
     job = uuid.uuid4().hex
     jobs = on_nodes(nodes, head, job, tmp_path, [f"tasks/{script}.py", "--device", "cpu"], nproc)
-    assert gone(job, 120)
+    assert not launch.survivors(job, 120)
     codes = [process.wait() for process, _, _ in jobs]
     said = [out.read_text() for _, out, _ in jobs]
     assert codes == [0, 0], "\n".join(said) + "".join(err.read_text() for *_, err in jobs)
@@ -152,7 +141,7 @@ def test_cable_cut(two_nodes, tmp_path):
     jobs = on_nodes(nodes, head, job, tmp_path, [*TRAIN, "--steps", "1000000"])
     wait_for("^i=3 ", jobs[0][1])
     cut()
-    assert gone(job, 30), "still there after 30 s"
+    assert not launch.survivors(job, 30), "still there after 30 s"
     for process, _, err in jobs:
         lines = re.findall("^error: .*", err.read_text(), re.M)
         assert process.wait() != 0 and len(lines) == 1 and "no sign of life" in lines[0], lines
@@ -168,7 +157,7 @@ def test_machine_gone(two_nodes, tmp_path):
     agent = launch.psutil.Process(jobs[1][0].pid)
     for process in [*agent.children(recursive=True), agent]:
         process.kill()
-    assert gone(job, 30), "still there after 30 s"
+    assert not launch.survivors(job, 30), "still there after 30 s"
     lines = re.findall("^error: .*", jobs[0][2].read_text(), re.M)
     assert len(lines) == 1 and "rank 1 ended, and did not come" in lines[0], lines
 
@@ -285,13 +274,13 @@ def test_slurm(slurm, tmp_path):
     log, job = tmp_path / "log", uuid.uuid4().hex
     submit(slurm, job, log, SMALL)
     wait_for(r"Tests passed \(rank=0\)[\s\S]*Tests passed \(rank=1\)", log)
-    assert gone(job, 20)
+    assert not launch.survivors(job, 20)
 
     log, job = tmp_path / "cancelled", uuid.uuid4().hex
     number = submit(slurm, job, log, [*TRAIN, "--steps", "1000000"])
     wait_for("^i=3 ", log)
     said(slurm, "scancel", number)
-    assert gone(job, 30), log.read_text()
+    assert not launch.survivors(job, 30), log.read_text()
 
 
 @pytest.mark.stress
@@ -309,7 +298,7 @@ def test_slurm_requeue(slurm, tmp_path):
     time.sleep(2)
     said(slurm, "scontrol", "update", f"JobId={number}", "StartTime=now")
     wait_for(r"Tests passed \(rank=0\)[\s\S]*Tests passed \(rank=1\)", log, 200)
-    assert gone(job, 20)
+    assert not launch.survivors(job, 20)
     losses = dict(re.findall(r"^i=(\d+)  (loss.*)$", log.read_text(), re.M))
     assert losses == dict(re.findall(r"^i=(\d+)  (loss.*)$", whole.out, re.M))
     assert len(re.findall(r"^i=", log.read_text(), re.M)) == 40  # none twice
