@@ -70,6 +70,8 @@ COURSE := s/^transformers==.*/transformers==4.48.3/; s/^peft==.*/peft==0.14.0/
 .venv-course/ready: PINS := $(COURSE)
 
 .venv/ready .venv-course/ready: requirements.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
+	  "error: Python 3.11 or later is needed: make PYTHON=python3.12 ...")'
 	@set -e; dir=$(@D); pins=$$(mktemp); trap 'rm -f "$$pins"' EXIT; \
 	sed '$(PINS)' requirements.txt > "$$pins"; \
 	if torch=$$($(PYTHON) -c 'import torch; v = torch.__version__; print(v); \

@@ -15,13 +15,14 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 from draw_diagrams import draw_diagrams
+from report import TASK
 
 HERE = Path(__file__).resolve().parent
 # Okabe and Ito's colours, which colour-blind readers can tell apart; hatches for print.
 STYLE = {
-    "hand-made": ("#0072B2", ""),
-    "DTensor": ("#E69F00", "//"),
-    "transformers": ("#009E73", ".."),
+    "hand-made": ("by hand (Task 2)", "#0072B2", ""),
+    "DTensor": ("DTensor plan (Task 3)", "#E69F00", "//"),
+    "transformers": ("transformers, tp_plan", "#009E73", ".."),
 }
 
 
@@ -40,26 +41,31 @@ def draw_tp_speed(data, path):
     lengths = sorted({run["seq_len"] for run in runs})
     panels = [(phase, length) for length in lengths for phase in ("forward", "forward + backward")]
     panels.append(("generate", lengths[0]))
-    figure, axes = plt.subplots(1, len(panels), figsize=(3.3 * len(panels), 3.6))
-    for axis, (phase, length) in zip(axes, panels, strict=True):
+    figure, axes = plt.subplots(2, (len(panels) + 1) // 2, figsize=(10, 6.4))
+    axes = list(axes.flat)
+    for axis in axes[len(panels) :]:
+        axis.set_axis_off()
+    for axis, (phase, length) in zip(axes, panels, strict=False):
         here = [run for run in runs if run["seq_len"] == length]
         ranks = sorted({run["world_size"] for run in here})
         for run in here:
             place = ranks.index(run["world_size"])
-            colour, hatch = STYLE[run["technique"]]
+            name, colour, hatch = STYLE[run["technique"]]
+            fewer = "num_layers" in run  # with all of them it did not fit into memory
             ours, single = (seconds(run, side)[phase] for side in ("parallel", "single"))
             middle, alone = statistics.median(ours), statistics.median(single)
             x = place + 0.27 * (list(STYLE).index(run["technique"]) - 1)
             axis.bar(
-                x, middle, 0.25, color=colour, hatch=hatch, edgecolor="white",
+                x, middle, 0.25, color="none" if fewer else colour, hatch=hatch,
+                edgecolor=colour if fewer else "white",
                 yerr=[[middle - min(ours)], [max(ours) - middle]],
                 error_kw={"elinewidth": 1, "capsize": 2},
-                label=run["technique"] if place == len(ranks) - 1 else None,
+                label=name if place == 1 else None,
             )  # fmt: skip
             axis.plot([x - 0.13, x + 0.13], [alone, alone], color="black", linewidth=2)
-            if "num_layers" in run:  # with all of them it did not fit into memory
-                axis.text(x, max(ours), f" {run['num_layers']} layers", fontsize=7, rotation=90,
-                          ha="center", va="bottom")  # fmt: skip
+            if fewer:
+                said = f"{run['num_layers']} of {data['num_layers']} layers:\nnot comparable"
+                axis.text(x + 0.14, max(ours), said, fontsize=7, ha="right", va="bottom")
         axis.set_xlim(-0.55, len(ranks) - 0.45)
         axis.set_xticks(range(len(ranks)), [str(rank) for rank in ranks])
         axis.set_xlabel("ranks")
@@ -68,13 +74,11 @@ def draw_tp_speed(data, path):
         if phase == "generate":
             title = f"{data['new_tokens']} cached tokens after {data['prompt_tokens']}"
         axis.set_title(title, fontsize=10)
-    handles, labels = axes[-1].get_legend_handles_labels()
+    handles, labels = axes[0].get_legend_handles_labels()
     line = plt.Line2D([], [], color="black", linewidth=2)
-    figure.legend(
-        [*handles, line], [*labels, "one process, as many threads"],
-        loc="lower center", ncols=len(labels) + 1, frameon=False,
-    )  # fmt: skip
-    finish(figure, axes, f"{data['model']}, {data['num_layers']} layers", data, path, 0.07)
+    handles, labels = [*handles, line], [*labels, "one process, as many threads"]
+    figure.legend(handles, labels, loc="lower right", bbox_to_anchor=(0.98, 0.15), frameon=False)
+    finish(figure, axes, f"{data['model']}, {data['num_layers']} layers", data, path)
 
 
 def finish(figure, axes, what, data, path, bottom=0.0):
@@ -98,41 +102,45 @@ def draw_longest(data, path):
     runs = [run for run in data["runs"] if run["found"]]
     budgets = sorted({run["budget_mib"] for run in runs})
     colours = dict(zip(budgets, ("#E69F00", "#0072B2", "#009E73"), strict=False))
-    figure, (bars, lines, dots) = plt.subplots(
+    marks = dict(zip(budgets, "os^", strict=False))
+    figure, (alone, lines, dots) = plt.subplots(
         1, 3, figsize=(13, 4), gridspec_kw={"width_ratios": [1.5, 1, 1]}
     )
     names = list(dict.fromkeys(run["contender"] for run in runs))
     for run in runs:
         if run["world_size"] == 1:
             at, budget = names.index(run["contender"]), run["budget_mib"]
-            y = at + 0.4 * (budgets.index(budget) - (len(budgets) - 1) / 2)
-            bars.barh(y, run["found"], 0.36, color=colours[budget], hatch="//"[: 2 * (y < at)],
-                      edgecolor="white")  # fmt: skip
-            bars.text(run["found"] * 1.05, y, f"{run['found']:,}", va="center", fontsize=7)
-    bars.set(xscale="log", xlabel="longest sequence on one rank, positions")
-    bars.set_xlim(right=max(run["found"] for run in runs) * 2)
-    bars.set_yticks(range(len(names)), names)
-    bars.invert_yaxis()
+            alone.plot(run["found"], at, marks[budget], color=colours[budget])
+            alone.text(run["found"] * 1.1, at, f"{run['found']:,}", va="center", fontsize=8)
+    alone.set(xscale="log", xlabel="longest sequence, positions", title="one rank")
+    alone.set_xlim(right=max(run["found"] for run in runs) * 2.5)
+    alone.set_yticks(range(len(names)), names)
+    alone.grid(axis="y", linewidth=0.5)
+    alone.invert_yaxis()
     for budget in budgets:
         ours = sorted(
             (run["world_size"], run["found"], run["estimate"]) for run in runs
             if run["budget_mib"] == budget and run["contender"] == "ours"
         )  # fmt: skip
         ranks, found, estimates = zip(*ours, strict=True)
-        lines.plot(ranks, found, "o-", color=colours[budget], label=f"{budget} MiB a rank")
+        lines.plot(ranks, found, f"{marks[budget]}-", color=colours[budget],
+                   label=f"limit {budget} MiB a rank")  # fmt: skip
         lines.plot(ranks, estimates, "kx", label="estimate" if budget == budgets[-1] else None)
-    lines.set(xscale="log", yscale="log", xlabel="ranks", ylabel="longest sequence, positions")
+    lines.set(xscale="log", yscale="log", xlabel="ranks", ylabel="longest sequence, positions",
+              title="ours, on more ranks")  # fmt: skip
     lines.set_xticks([1, 2, 4], ["1", "2", "4"])
+    ticks = [run["found"] for run in runs if run["contender"] == "ours"]
+    lines.set_yticks(ticks, [f"{tick:,}" for tick in ticks])
     lines.minorticks_off()
-    lines.legend(frameon=False)
+    lines.legend(frameon=False, loc="upper center", fontsize=8)
     for run in runs:
-        filled = run["budget_mib"] == budgets[-1]
-        dots.plot(run["predicted_bytes"] / 1024, run["measured_bytes"] / 1024, "o", ms=6,
-                  color=colours[run["budget_mib"]], mfc=None if filled else "white")  # fmt: skip
+        dots.plot(run["predicted_bytes"] / 1024, run["measured_bytes"] / 1024,
+                  marks[run["budget_mib"]], color=colours[run["budget_mib"]],
+                  mfc="none")  # fmt: skip
     dots.plot([10, 1000], [10, 1000], color="black", linewidth=1)
-    dots.set(xscale="log", yscale="log", xlabel="KiB a token, predicted",
-             ylabel="KiB a token, measured at its longest")  # fmt: skip
-    finish(figure, (bars, lines, dots), f"{data['model']}, prompt tuning", data, path)
+    dots.set(xscale="log", yscale="log", xlabel="KiB a token, computed",
+             ylabel="KiB a token, measured", title="memory of every contender")  # fmt: skip
+    finish(figure, (alone, lines, dots), f"{data['model']}, prompt tuning", data, path)
 
 
 def draw_checks(data, path):
@@ -141,23 +149,24 @@ def draw_checks(data, path):
         (task, claim, {dtype: claims[claim] for dtype, claims in of.items()})
         for task, of in data["tasks"].items() for claim in of["float64"]
     ]  # fmt: skip
-    figure, axis = plt.subplots(figsize=(9, 0.24 * len(rows) + 1.6))
+    figure, axis = plt.subplots(figsize=(9.5, 0.24 * len(rows) + 1.6))
     nothing, styles = 1e-18, {"float64": ("#0072B2", "o", -0.13), "float32": ("#E69F00", "s", 0.13)}
     for dtype, (colour, shape, aside) in styles.items():
         y = [at + aside for at in range(len(rows))]
         measured = [max(of[dtype]["measured"], nothing) for _, _, of in rows]
         allowed = [of[dtype]["allowed"] or float("nan") for _, _, of in rows]
         axis.plot(measured, y, shape, color=colour, ms=5, label=f"{dtype}, largest difference")
-        axis.plot(allowed, y, "|", color=colour, ms=8, mew=2, label=f"{dtype}, allowed")
+        axis.plot(allowed, y, "|", color=colour, ms=8, mew=2, zorder=4, label=f"{dtype}, allowed")
     axis.set_xscale("log")
     axis.set_xlim(nothing / 3, 1)
     powers = range(-15, 1, 5)
     labels = ["the same\nbits", *(f"$10^{{{power}}}$" for power in powers)]
     axis.set_xticks([nothing, *(10.0**power for power in powers)], labels)
-    axis.set_xlabel("difference from the single rank, of the largest value")
+    axis.set_xlabel("largest difference / largest value of the reference")
     starts = [y for y, row in enumerate(rows) if y == 0 or row[0] != rows[y - 1][0]]
     names = [
-        f"{task}: {claim}" if y in starts else claim for y, (task, claim, _) in enumerate(rows)
+        f"{TASK[task][0]}: {claim}" if y in starts else claim
+        for y, (task, claim, _) in enumerate(rows)
     ]
     axis.set_yticks(range(len(rows)), names, fontsize=7)
     for y in starts[1:]:

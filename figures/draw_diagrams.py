@@ -41,7 +41,7 @@ TITLES = {
 }
 LEGENDS = {  # of what is filled in a rank's colour; of the collectives
     "tp": (
-        "a rank's slice, in the whole weight's outline (inputs down, outputs across; to scale)",
+        "a rank's slice, in the whole weight's outline (to scale; inputs down, outputs across)",
         "f and g: where one direction sends nothing, the other sums over the ranks.",
     ),
     "ulysses": (
@@ -353,7 +353,7 @@ class Diagram:
             self.box(x, y, 0.3, 0.14)
             self.text(x + 0.38, y + 0.07, what, ha="left")
         self.box(0.1, y + 0.24, 0.3, 0.14, PALE, SENT, linewidth=1.6)
-        what = "a collective, and what each rank sends; of a sum 2 (P-1)/P, as a ring does. "
+        what = "a collective, and what each rank sends; an all-reduce 2 (P-1)/P of its tensor. "
         self.text(0.48, y + 0.31, what + sums, ha="left")
         self.axis.set(xlim=(0, self.width), ylim=(y + 0.5, 0))
         self.axis.axis("off")

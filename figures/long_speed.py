@@ -20,10 +20,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tasks"))
 
 from finetuning import load
 from long_sequence import Techniques
+from measuring import interleave, num_threads, ratio
 from training_checks import trained
 from ulysses_finetune import shard_loss
 from ulysses_forward import sequence_parallelize, sum_gradients
-from utils import interleave, make_parser, median_ratio, positive, start
+from utils import make_parser, positive, start
 
 
 def main():
@@ -44,13 +45,12 @@ def main():
 
         def step(name, group, techniques):
             if group is run.group or run.rank == 0:
-                torch.set_num_threads(own_threads * (run.world_size // group.size()))
-                loss = shard_loss(model, ids, group, techniques)
-                loss.backward()
-                sum_gradients(parameters, group)
+                with num_threads(own_threads * (run.world_size // group.size())):
+                    loss = shard_loss(model, ids, group, techniques)
+                    loss.backward()
+                    sum_gradients(parameters, group)
                 model.zero_grad()
                 losses[name] = loss.detach()
-                torch.set_num_threads(own_threads)
             yield "step"
 
         checkpointing = Techniques("checkpoint", head_groups=False)
@@ -68,9 +68,8 @@ def main():
             values = [run.from_rank0(losses.get(which)) for which in (name, baseline)]
             run.check(f"loss: {name}", [values])
             laps = seconds[name]["step"]
-            ratio, least, most = median_ratio(laps, seconds[baseline]["step"])
-            run.say(f"{name}: {statistics.median(laps):.2f} s a step, {ratio:.2f} "
-                    f"({least:.2f} to {most:.2f}) of the first")  # fmt: skip
+            of_first = ratio(laps, seconds[baseline]["step"])
+            run.say(f"{name}: {statistics.median(laps):.2f} s a step, {of_first} of the first")
             run.results[name] = {"step_s": laps}
 
 

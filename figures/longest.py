@@ -103,7 +103,8 @@ def command(name, ranks, length, budget, path):
     else:
         words = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", ranks]
         words += [HERE.parent / "tasks" / "ulysses_finetune.py", *flags, "--model", MODEL]
-        words += ["--check-steps", 0, "--num-virtual-tokens", PROMPT, "--seq-len", length - PROMPT]
+        words += ["--num-virtual-tokens", PROMPT, "--seq-len", length - PROMPT]
+        words += ["--check-steps", 0, "--device", "cpu"]
     return [sys.executable, *map(str, words)]
 
 
@@ -125,7 +126,7 @@ def fits(name, ranks, length, budget):
         if job.returncode == 0:
             return json.loads(path.read_text())
         out = (job.stdout + job.stderr).lower()
-        if "memory" not in out and "alloc" not in out:
+        if not any(said in out for said in ("out of memory", "memoryerror", "alloc")):
             sys.exit(f"{job.stderr[-3000:]}\nerror: that job failed, and not for want of memory")
     return None
 

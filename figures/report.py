@@ -18,7 +18,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "tasks"))
 
-from measuring import median_ratio  # noqa: E402
+from measuring import median_ratio, ratio  # noqa: E402
 from records import machine, torchrun  # noqa: E402
 
 README, TASKS = HERE.parent / "README.md", HERE.parent / "tasks"
@@ -51,7 +51,7 @@ TASK = {
     ]),
     "dtensor_llama": ("Task 3", 2, ["--overfit", "60"], [
         ("the demo's printed values, to their four digits", "^golden"), *MODEL,
-        ("tokens by `.generate`, 10 and 40", "^generated tokens by .generate"),
+        ("tokens by .generate, 10 and 40", "^generated tokens by .generate"),
         ("one batch overfitted: each step's loss", "^losses while overfitting"),
         ("and the last one below 1 % of the first", "^last loss"),
     ]),
@@ -144,16 +144,28 @@ NAMES = {"hand-made": "by hand (Task 2)", "DTensor": "DTensor plan (Task 3)",
          "transformers": 'transformers, `tp_plan="auto"`'}  # fmt: skip
 
 
-def share(run, phases):
-    """Of the single process's time: median, least and most of the ratios of neighbours."""
-    ours, theirs = (
-        [sum(laps) for laps in zip(*(run["results"][side][p] for p in phases), strict=True)]
+def laps(run, phases):
+    """Seconds of the ranks and of the single process, of some phases together."""
+    return (
+        [sum(lap) for lap in zip(*(run["results"][side][p] for p in phases), strict=True)]
         for side in ("parallel", "single")
     )
-    return median_ratio(ours, theirs)
 
 
 BOTH = "forward", "backward"
+
+
+def pace(runs, side, data):
+    """A line of median seconds, and of tokens by them; of one process, over all its runs."""
+    cells = []
+    for length in (512, 2048):
+        laps = [r["results"][side] for r in runs if r["seq_len"] == length]
+        forward, backward = ([s for lap in laps for s in lap[phase]] for phase in BOTH)
+        steps = [sum(both) for both in zip(forward, backward, strict=True)]
+        cells += [f"{statistics.median(s):.2f}" for s in (forward, backward) if s]
+        cells += [f"{length / statistics.median(steps):.0f}"] if steps else ["-"] * 3
+    laps = [lap for r in runs for lap in r["results"][side].get("generate", [])]
+    return " | ".join([*cells, f"{data['new_tokens'] / statistics.median(laps):.1f}"])
 
 
 def speed(data):
@@ -163,10 +175,11 @@ def speed(data):
                 "bytes sent, of the formula")  # fmt: skip
     for technique, name in NAMES.items():
         run = runs[technique, 2, 512]
-        cells = ["{:.2f} ({:.2f} to {:.2f})".format(*share(run, phases))
-                 for phases in (["forward"], ["backward"], BOTH, ["generate"])]  # fmt: skip
-        sent, formula = (sum(run["results"][key]) for key in ("sent_bytes", "formula_bytes"))
-        rows.append(f"| {name} | {' | '.join(cells)} | {sent / formula - 1:+.1%} |")
+        kinds = ["forward"], ["backward"], BOTH, ["generate"]
+        cells = [ratio(*laps(run, phases)) for phases in kinds]
+        sent, formula = (run["results"][key] for key in ("sent_bytes", "formula_bytes"))
+        cells.append("not counted" if None in sent else f"{sum(sent) / sum(formula) - 1:+.1%}")
+        rows.append(f"| {name} | {' | '.join(cells)} |")
     ranks, columns = (1, 2, 4), ((BOTH, 512), (BOTH, 2048), (["generate"], 512))
     titles = "both, 512 tokens", "both, 2,048 tokens", "generation"
     rows += ["", *head("ranks", *(f"{title}: {p}" for title in titles for p in ranks))]
@@ -176,8 +189,19 @@ def speed(data):
             for p in ranks:
                 run = runs.get((technique, p, length))
                 fewer = f" ({run['num_layers']} layers)" if run and "num_layers" in run else ""
-                cells.append(f"{share(run, phases)[0]:.2f}{fewer}" if run else "-")
+                cells.append(f"{median_ratio(*laps(run, phases))[0]:.2f}{fewer}" if run else "-")
         rows.append(f"| {name} | {' | '.join(cells)} |")
+    step = "forward, s", "backward, s", "tokens/s"
+    titles = [f"{length} tokens: {what}" for length in ("512", "2,048") for what in step]
+    rows += ["", *head("ranks", "", *titles, "generation, tokens/s")]
+    for p in ranks:
+        here = [run for run in data["runs"] if run["world_size"] == p and "num_layers" not in run]
+        for name in ("single", *NAMES) if here else ():
+            side = "single" if name == "single" else "parallel"
+            of = here if side == "single" else [run for run in here if run["technique"] == name]
+            threads = f"one process, threads: {here[0]['results']['threads']['single']}"
+            if of:
+                rows.append(f"| {p} | {NAMES.get(name, threads)} | {pace(of, side, data)} |")
     return [*rows, "", on(data, f"`{data['model']}`, {data['num_layers']} layers, {data['dtype']}")]
 
 
@@ -208,8 +232,7 @@ def long_speed(data):
     first = next(iter(results.values()))
     rows = head("a step of 16,384 positions", "seconds", "of the first")
     for name, laps in results.items():
-        of_first = "{:.2f} ({:.2f} to {:.2f})".format(*median_ratio(laps, first))
-        rows.append(f"| {name} | {statistics.median(laps):.1f} | {of_first} |")
+        rows.append(f"| {name} | {statistics.median(laps):.1f} | {ratio(laps, first)} |")
     return rows
 
 

@@ -28,23 +28,13 @@ import torch  # noqa: E402
 import transformers  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.tensor.parallel import loss_parallel  # noqa: E402
-from transformers import DynamicCache  # noqa: E402
 
 from dtensor_llama import dtensor_parallelize, whole_logits  # noqa: E402
-from kv_cache import choose_among_ranks, choose_whole, generate  # noqa: E402
+from kv_cache import choose_among_ranks, choose_whole, generation  # noqa: E402
+from measuring import bytes_sent, interleave, kept_memory, ratio, training_step  # noqa: E402
 from records import add, machine, resume, torchrun  # noqa: E402
 from tp_llama import tensor_parallelize  # noqa: E402
-from utils import (  # noqa: E402
-    DTYPES,
-    bytes_sent,
-    interleave,
-    kept_memory,
-    make_parser,
-    median_ratio,
-    natural,
-    positive,
-    start,
-)
+from utils import DTYPES, make_parser, natural, positive, start  # noqa: E402
 
 MODEL = "random/llama-3.2-1b"
 PROMPT, NEW_TOKENS = 128, 32
@@ -150,29 +140,13 @@ def measure(args):
         models = {"single": reference, "parallel": parallel}
 
         def train(name):
-            model = models[name]
-            torch.set_num_threads(threads[name])
-            context = technique.context() if name == "parallel" else contextlib.nullcontext()
-            with context:
-                loss = model(ids, labels=ids).loss if model else None
-                yield "forward"
-                if model:
-                    loss.backward()
-                yield "backward"
-            torch.set_num_threads(own_threads)
-            if model:
-                model.zero_grad()
+            with technique.context() if name == "parallel" else contextlib.nullcontext():
+                yield from training_step(models[name], ids, threads[name])
 
         def decode(name):
-            model = models[name]
-            torch.set_num_threads(threads[name])
-            if model:
-                prompt = ids[:, :PROMPT]
-                choose = technique.choose if name == "parallel" else choose_whole
-                mask = torch.ones_like(prompt)
-                generate(model, prompt, mask, args.new_tokens, choose, DynamicCache())
-            yield "generate"
-            torch.set_num_threads(own_threads)
+            choose = technique.choose if name == "parallel" else choose_whole
+            prompt = ids[:, :PROMPT]
+            return generation(models[name], prompt, args.new_tokens, choose, threads[name])
 
         with technique.context(), torch.no_grad():
             loss = parallel(ids, labels=ids).loss
@@ -277,9 +251,8 @@ def drive(args):
         times = record["results"]
         for phase in times["parallel"]:
             single, ours = times["single"][phase], times["parallel"][phase]
-            ratio, least, most = median_ratio(ours, single)
             print(f"    {phase}: {statistics.median(ours):.3f} s, of the single process's time "
-                  f"{ratio:.2f} ({least:.2f} to {most:.2f})", flush=True)  # fmt: skip
+                  f"{ratio(ours, single)}", flush=True)  # fmt: skip
     if failed:
         sys.exit(f"error: failed: {', '.join(failed)}; the rest is in {args.output}")
     print(f"wrote {args.output}")

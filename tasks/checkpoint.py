@@ -57,7 +57,7 @@ def open_folder(run, folder, resumes, result):
         of_model = run.source.directory and run.source.directory.resolve()
         own = list_checkpoints(folder) and (folder / result).resolve() != of_model
         if (folder / result).exists() and not own:
-            raise UserError(f"--output-dir {folder} has a {result} already, not of a run that can "
+            raise UserError(f"--output-dir {folder}: the {result} there is not of a run that can "
                             "be resumed: name another folder")  # fmt: skip
         clean(folder)
 
@@ -147,6 +147,23 @@ def resume(run, parameters, optimizer, found):
     if len(record["losses"]) > run.args.steps:
         run.say(f"note: that is more than --steps {run.args.steps}: nothing is left to train")
     return record["losses"]
+
+
+def identity(run, model, ids):
+    """What must be the same for a checkpoint to be continued; of the weights some values each.
+
+    model: without its adapter. ids: all that it is trained on.
+    """
+    args = run.args
+    kept = [p for p in model.parameters() if args.peft == "none" or not p.requires_grad]
+    sample = [p.detach().flatten()[:: 1 + p.numel() // 256] for p in kept]
+    flags = ("peft", "num_virtual_tokens", "lora_rank", "seq_len", "batch_size", "num_sequences",
+             "lr", "dtype", "seed")  # fmt: skip
+    same = {f"--{name.replace('_', '-')}": getattr(args, name) for name in flags}
+    same |= {"weights": fingerprint(sample), "text": fingerprint([ids])}
+    settings = run.source.config.to_dict() | {"transformers_version": ""}
+    settings = repr(sorted(settings.items()))
+    return same | {"config": hashlib.sha256(settings.encode()).hexdigest()}
 
 
 def fingerprint(tensors):

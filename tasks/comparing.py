@@ -6,7 +6,7 @@ import re
 import torch
 import torch.distributed as dist
 
-from loading import compute_in_float64
+from float64 import compute_in_float64
 from sharding import SharedLinear, local_part, shard_of
 
 # Allowed difference, as a share of the largest reference value. A parallel run adds the same

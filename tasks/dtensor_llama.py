@@ -18,8 +18,8 @@ continues a prompt by Hugging Face's own `.generate`, and measures time and memo
 trains both models on one batch, to almost no loss along the same curve.
 """
 
-from collections import OrderedDict
 from fnmatch import fnmatch
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -36,14 +36,14 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
+from tp_mlp import Block, step
 from utils import (
     SharedLinear,
     UserError,
     add_model_flags,
+    check_continuation,
     check_overfitting,
-    check_text,
     fill,
     hf_generate,
     keep_shard,
@@ -54,6 +54,7 @@ from utils import (
     share_heads,
     show_model,
     start,
+    with_whole_logits,
 )
 
 # ---------------------------------------------------------------- the technique
@@ -151,7 +152,7 @@ def dtensor_parallelize(model, mesh, plan=PLAN):
     if tied:  # each was given a shard of its own
         head.weight = embedding.weight
     model.loss_function = split_loss
-    model.register_forward_hook(gather_logits, with_kwargs=True)
+    model.register_forward_hook(with_whole_logits(whole_logits), with_kwargs=True)
     return model
 
 
@@ -237,27 +238,11 @@ def whole_logits(logits):
     return logits.full_tensor(grad_placements=[Replicate()])
 
 
-def gather_logits(model, args, kwargs, output):
-    """Forward hook: whole logits, as from the whole model, where no loss was asked for."""
-    if kwargs.get("labels") is not None:
-        return output
-    if isinstance(output, tuple):  # return_dict=False: logits come first
-        return whole_logits(output[0]), *output[1:]
-    output.logits = whole_logits(output.logits)
-    return output
-
-
 # ---------------------------------------------------------------- what is shown with it
 
 # What the assignment prints for its demo: first and last three of the outputs and input gradients.
 GOLDEN_OUTPUTS = [0.0102, 0.0432, -0.0467, 0.0798, -0.0179, 0.0527]
 GOLDEN_INPUT_GRAD = [0.1543, -0.0858, -0.0882, -0.2082, 0.0298, 0.2388]
-
-
-def make_block(config):
-    """norm, then the MLP: (B, H) -> (B, H)."""
-    norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-    return nn.Sequential(OrderedDict(norm=norm, mlp=LlamaMLP(config)))
 
 
 def show_mlp(run, mesh):
@@ -267,26 +252,19 @@ def show_mlp(run, mesh):
     reference = x = None
     if run.rank == 0:
         torch.manual_seed(run.args.seed)
-        reference = run.place(make_block(config))  # before x: the golden values need this order
+        reference = run.place(Block(config))  # before x: the golden values need this order
         x = torch.randn(1, config.hidden_size, dtype=torch.float32)
     with torch.device("meta"):
-        block = make_block(config)
+        block = Block(config)
     apply_plan(block, mesh, plan)
     fill(block, run.deal(reference), run.dtype, run.device)
     x, references = run.from_rank0(x).to(run.dtype), run.references(reference)
     for name, parameter in block.named_parameters():
         run.say(f"{name}: {type(parameter).__name__}, global shape {list(parameter.shape)}, "
                 f"local shape {list(local_part(parameter).shape)} (rank=0)")  # fmt: skip
-
-    def step(block):
-        block.zero_grad()
-        inputs = x.to(block.norm.weight.dtype, copy=True).requires_grad_()
-        y = block(inputs)
-        y.sum().backward()
-        return y.detach(), inputs.grad
-
     run.check_weights("MLP", block, references)
-    results = zip(step(block), run.expect(step, references), strict=True)
+    expected = run.expect(lambda block: step(block, x), references)
+    results = zip(step(block, x), expected, strict=True)
     goldens = GOLDEN_OUTPUTS, GOLDEN_INPUT_GRAD
     for name, golden, (actual, expected) in zip(
         ("outputs", "input grad"), goldens, results, strict=True
@@ -315,24 +293,18 @@ def main():
         def parallelize(model):
             dtensor_parallelize(model, mesh)
 
-        def loss(model, labels, **inputs):
-            return model(**inputs, labels=labels).loss
-
         def also(tokenizer, prompt, batch, parallel, references):
             room = run.source.config.max_position_embeddings - prompt.shape[1]
             for count in (args.new_tokens, min(4 * args.new_tokens, room)):
-                tokens = hf_generate(parallel, prompt, count)
-                ((expected, *_),) = run.expect(
-                    lambda model, count=count: [hf_generate(model, prompt, count)], references
-                )
-                how, mask = f" by .generate, {count}", torch.ones_like(prompt)
-                check_text(run, tokenizer, tokens, expected, references, mask, how)
+                generate = partial(hf_generate, ids=prompt, new_tokens=count)
+                how = f" by .generate, {count}"
+                check_continuation(run, tokenizer, generate, prompt, parallel, references, how)
             if args.overfit:
                 if run.world_size == 1:
                     run.announce("one device: one batch is overfitted")
-                check_overfitting(run, parallel, references, loss, batch, args.overfit)
+                check_overfitting(run, parallel, references, batch, args.overfit)
 
-        show_model(run, parallelize, loss, also=also)
+        show_model(run, parallelize, also=also)
 
 
 if __name__ == "__main__":

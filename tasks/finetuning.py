@@ -10,9 +10,11 @@ from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from safetensors.torch import save_file
 
 from checkpoint import swap
-from training_checks import trained
+from long_sequence import Techniques, possible
+from measuring import limited_memory
+from training_checks import base_of, trained
 from ulysses_forward import sum_gradients
-from utils import UserError, is_hub_id, limited_memory
+from utils import UserError, is_hub_id
 
 
 def load(run, parallelize=None):
@@ -39,8 +41,36 @@ def load(run, parallelize=None):
     return model.train()  # PEFT leaves it in eval, where checkpointing does nothing
 
 
+def choose_techniques(run, model):
+    """What saves memory: as the flags and the model have it; None for Task 4's own forward."""
+    args = run.args
+    if not args.long_sequence:
+        return None
+    backward = "saved-outputs" if args.saved_outputs else "checkpoint"
+    mib = args.tile_mib or (1024 if run.device.type == "cuda" else 8)
+    flags = args.tiled_loss, args.tiled_mlp, args.head_groups, args.offload
+    techniques, why = possible(base_of(model), Techniques(backward, *flags, mib * 2**20))
+    if why:
+        run.say(f"note: {why}: only some of the memory techniques are left")
+    names = "tiled-loss", "tiled-mlp", "head-groups", "offload"
+    parts = [name for name in names if getattr(techniques, name.replace("-", "_"))]
+    run.say(f"layers: {techniques.backward}; {', '.join(parts)}; tiles of {mib} MiB")
+    if run.world_size == 1 and techniques.head_groups:
+        run.announce("One device: the heads of attention are computed sequentially, group by group")
+    return techniques
+
+
 def save_result(run, model, final):
-    """Write the adapter, or model and tokenizer, as PEFT and transformers have them; by rank 0."""
+    """Rank 0 writes the adapter, or model and tokenizer, as PEFT and transformers have them."""
+    if run.rank == 0:
+        try:
+            write_result(run, model, final)
+        except Exception as error:  # PEFT's and safetensors' own, too
+            message = f"--output-dir {final.parent}: the {final.name} was not saved ({error}); "
+            raise UserError(message + "--resume with the same --steps would") from None
+
+
+def write_result(run, model, final):
     with tempfile.TemporaryDirectory(dir=final.parent, prefix=".result-", suffix=".part") as part:
         part = Path(part) / "result"
         if run.args.peft != "none":

@@ -24,6 +24,7 @@ rank's. Then it measures tokens per second.
 
 import copy
 import statistics
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -31,15 +32,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import DynamicCache, StaticCache
 
 from dtensor_llama import dtensor_parallelize, whole_logits
+from measuring import interleave, num_threads, ratio, say_if_short
 from tp_llama import tensor_parallelize
 from utils import (
     all_gather,
     check_text,
     encode_prompts,
     hf_generate,
-    interleave,
     make_parser,
-    median_ratio,
     natural,
     positive,
     share_heads,
@@ -197,6 +197,15 @@ def key(name):
     return name.lower().replace(" ", "_").replace("-", "_")
 
 
+def generation(model, ids, new_tokens, choose, threads):
+    """A contender of `interleave`: tokens from a cache; model None: waits for others."""
+    with num_threads(threads):
+        if model:
+            mask = torch.ones_like(ids)
+            generate(model, ids, mask, new_tokens, choose, DynamicCache())
+        yield "generate"
+
+
 def measure(run, models, reference):
     """Print tokens per second of cached generation, one prompt of --prompt-len tokens."""
     args, config = run.args, run.source.config
@@ -204,37 +213,25 @@ def measure(run, models, reference):
     if length < args.prompt_len:
         run.say(f"note: timed after {length} tokens, not {args.prompt_len}: the context ends there")
     ids = run.from_rank0(torch.randint(config.vocab_size, (1, length)))
-    mask, threads = torch.ones_like(ids), torch.get_num_threads()
-
-    def contender(model, choose, threads_used):
-        def run_generation():
-            torch.set_num_threads(threads_used)
-            if model:
-                generate(model, ids, mask, args.new_tokens, choose, DynamicCache())
-            yield "generate"
-            torch.set_num_threads(threads)
-
-        return run_generation
-
-    contenders = {"one rank": contender(reference, choose_whole, threads * run.world_size)}
+    threads = torch.get_num_threads()
+    everything = ids, args.new_tokens, choose_whole, threads * run.world_size
+    contenders = {"one rank": partial(generation, reference, *everything)}
     for name, (model, choose) in models.items():
-        contenders[name] = contender(model, choose, threads)
+        contenders[name] = partial(generation, model, ids, args.new_tokens, choose, threads)
     seconds = interleave(run, contenders, args.repeats)
     for name, phases in seconds.items():
         times, alone = phases["generate"], seconds["one rank"]["generate"]
-        ratio, least, most = median_ratio(times, alone)
         run.say(
             f"time {name}: {statistics.median(times):.4f} s, "
             f"{args.new_tokens / statistics.median(times):.1f} tokens/s, "
-            f"median ratio {ratio:.2f} ({least:.2f} to {most:.2f})"
+            f"median ratio {ratio(times, alone)}"
         )
         run.results[f"{key(name)}_generate_s"] = times
     run.say(
         f"({args.new_tokens} tokens after {length}, {args.repeats} times, slowest rank; "
         f"{threads} thread(s) a rank, {threads * run.world_size} for the one alone)"
     )
-    if statistics.median(seconds["one rank"]["generate"]) < 0.5:
-        run.say("note: tokens this quick say nothing about speed: they are mostly latency")
+    say_if_short(run, alone)
 
 
 def main():

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from float64 import compute_in_float64
 from sharding import UserError, shard_of
 
 TINY = Path(__file__).resolve().parent / "tiny_llama"
@@ -142,7 +143,7 @@ class Source:
         found = {name: shape for name, (_, shape) in self.files.items()}
         if self.config.tie_word_embeddings and found.pop("lm_head.weight", None):
             tied = "lm_head.weight", "model.embed_tokens.weight"
-            if not torch.equal(*map(self.read, tied)):
+            if tied[1] in found and not torch.equal(*map(self.read, tied)):
                 raise UserError(f"{self.name}: config.json ties lm_head.weight to the embedding, "
                                 "but the file has another one")  # fmt: skip
         found = {n: s for n, s in found.items() if not n.endswith("rotary_emb.inv_freq")}
@@ -310,37 +311,3 @@ def read_header(path):
         raise
     except Exception as error:
         raise UserError(f"{path}: damaged safetensors file ({error})") from None
-
-
-# ---------------------------------------------------------------- float64
-
-
-def compute_in_float64(model):
-    """Make a float64 model's norms and rotary tables float64; Hugging Face has them in float32.
-
-    Without it a float64 comparison is blunt: the final norm rounds differences below 1e-8 away.
-    Done alike to the reference and to the parallel model. Works on any module.
-    """
-    for name, module in list(model.named_modules()):
-        parent = model.get_submodule(name.rpartition(".")[0])
-        if type(module).__name__ == "LlamaRMSNorm":
-            norm = nn.RMSNorm(module.weight.shape, eps=module.variance_epsilon, device="meta")
-            norm.weight = module.weight
-            setattr(parent, name.rpartition(".")[2], norm)
-        elif type(module).__name__ == "LlamaRotaryEmbedding" and not isinstance(parent, Rotary64):
-            setattr(parent, name.rpartition(".")[2], Rotary64(module))
-
-
-class Rotary64(nn.Module):
-    """LlamaRotaryEmbedding with its angles, sines and cosines in float64."""
-
-    def __init__(self, rotary):
-        super().__init__()
-        self.rotary = rotary
-
-    def forward(self, x, position_ids):
-        """x: for its dtype only; position_ids (B, S) -> cos, sin (B, S, D)."""
-        self.rotary(x, position_ids)  # some kinds of RoPE set their frequencies by the length
-        angles = (position_ids[..., None] * self.rotary.inv_freq.double()).repeat(1, 1, 2)
-        scaling = self.rotary.attention_scaling
-        return (angles.cos() * scaling).to(x.dtype), (angles.sin() * scaling).to(x.dtype)

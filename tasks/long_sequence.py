@@ -28,12 +28,12 @@ from itertools import zip_longest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb
 
 from saved_outputs import SavedOutputs, for_all
+from tiled_loss import TiledLoss, tiles
 from ulysses_forward import AllToAll, sum_of_losses
 from utils import share, share_heads
 
@@ -65,13 +65,14 @@ def sequence_loss(model, embeddings, targets, length, group, techniques):
     """Sum of this rank's tokens' losses; as `ulysses_forward` has it, but for the memory it takes.
 
     Layers are taken apart: hooks on them are not called. Raises ValueError where they are not
-    Hugging Face's own.
+    Hugging Face's own, and for techniques that are not `possible`.
 
     model: a sequence-parallel LlamaForCausalLM. embeddings(): those of this rank's share of a
     sequence of `length` tokens, (B, S/P, H), each time in a new tensor. targets: (B, S/P), -100:
     none.
     """
-    techniques, _ = possible(model, techniques)
+    if why := possible(model, techniques)[1]:
+        raise ValueError(f"{why}: ask `possible` for the techniques that are left")
     stack = Stack(model, embeddings, len(targets), length, group, techniques)
     if techniques.backward == "saved-outputs":
         hidden = SavedOutputs.apply(embeddings(), stack, *stack.parameters)
@@ -86,84 +87,28 @@ def sequence_loss(model, embeddings, targets, length, group, techniques):
 
 def possible(model, techniques):
     """The techniques that this model allows, and why they are fewer than asked for, or None."""
-    why = None
+    fewer, whole, kernel = techniques, None, None  # what keeps a layer whole; its outputs from use
     if model.training and model.config.attention_dropout:
-        why = "attention has dropout"
+        whole = "attention has dropout"
     for layer in model.model.layers:
         attention = layer.self_attn
         if any(isinstance(module, nn.Dropout) and module.p for module in layer.modules()):
-            why = "a layer has dropout"
+            whole = "a layer has dropout"
         if type(attention) is not LlamaAttention:
             raise ValueError(f"layers with {type(attention).__name__} cannot be taken apart")
         if not all(map(sliceable, (attention.q_proj, attention.k_proj, attention.v_proj))):
-            why = "a projection is neither linear nor LoRA"
+            whole = "a projection is neither linear nor LoRA"
     on_gpu, head_dim = model.device.type == "cuda", model.model.layers[0].self_attn.head_dim
     if on_gpu and (model.dtype == torch.float64 or head_dim % 8):
-        why = f"no GPU kernel gives log-sum-exps of {model.dtype} heads of {head_dim}"
-    head, norm = model.lm_head, type(model.model.norm).__name__
-    if techniques.tiled_loss and (type(head) is not nn.Linear or "RMSNorm" not in norm):
-        said = "the LM head or its norm has an adapter"
-        techniques, later = possible(model, replace(techniques, tiled_loss=False))
-        return techniques, later or said
-    saved = techniques.backward == "saved-outputs"
-    if not why or not (saved or techniques.head_groups):
-        return techniques, None
-    backward = "checkpoint" if saved else techniques.backward
-    return replace(techniques, backward=backward, head_groups=False), why
-
-
-# ---------------------------------------------------------------- the loss, tile by tile
-
-
-class TiledLoss(torch.autograd.Function):
-    """Final norm, LM head and cross-entropy, a few tokens at a time, and their gradient at once.
-
-    A tile's logits become its gradient in place, so that one tensor of `tile` tokens times the
-    vocabulary is all there ever is. What is kept for the backward is the gradient of x.
-    """
-
-    @staticmethod
-    def forward(ctx, x, targets, norm, tile, norm_weight, head_weight):
-        """x (B, S, H), targets (B, S) -> the sum of losses, in float32 at least."""
-        wide = torch.promote_types(x.dtype, torch.float32)
-        dx, loss = torch.empty_like(x), torch.zeros((), dtype=wide, device=x.device)
-        train_norm, train_head = ctx.needs_input_grad[4:]
-        dnorm = torch.zeros_like(norm_weight, dtype=wide) if train_norm else None
-        dhead = torch.zeros_like(head_weight, dtype=wide) if train_head else None
-        flat, out, targets = x.flatten(0, 1), dx.view(-1, x.shape[-1]), targets.flatten()
-        for rows in tiles(len(flat), tile):
-            with torch.enable_grad():
-                h = flat[rows].detach().requires_grad_()
-                normed = norm(h)
-            n, valid = normed.detach(), (targets[rows] != -100).to(wide)[:, None]
-            target = targets[rows].masked_fill(valid[:, 0] == 0, 0)[:, None]
-            logits = F.linear(n, head_weight).to(wide)
-            chosen, largest = logits.gather(1, target), logits.amax(1, keepdim=True)
-            total = logits.sub_(largest).exp_().sum(1, keepdim=True)
-            loss += (valid * (total.log() + largest - chosen)).sum()
-            logits.mul_(valid / total).scatter_add_(1, target, -valid)  # d loss / d logits
-            dlogits = logits.to(x.dtype)
-            if train_head:
-                dhead += dlogits.T @ n
-            wanted = [h, norm.weight] if train_norm else [h]
-            out[rows], *more = torch.autograd.grad(normed, wanted, dlogits @ head_weight)
-            if more:
-                dnorm += more[0]
-            del logits, dlogits  # before the next are made
-        ctx.gradients = dx, dnorm, dhead
-        return loss
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        dx, dnorm, dhead = (g if g is None else g.mul_(grad) for g in ctx.gradients)
-        ctx.gradients = None  # a second backward is an error
-        return dx, None, None, None, dnorm, dhead
-
-
-def tiles(length, size):
-    """Slices that cover [0, length)."""
-    return [slice(first, min(first + size, length)) for first in range(0, length, size)]
+        kernel = f"no GPU kernel gives log-sum-exps of {model.dtype} heads of {head_dim}"
+    if whole:
+        fewer = replace(fewer, head_groups=False)
+    if fewer.backward == "saved-outputs" and (whole or kernel):
+        fewer = replace(fewer, backward="checkpoint")
+    head = None
+    if type(model.lm_head) is not nn.Linear or "RMSNorm" not in type(model.model.norm).__name__:
+        head, fewer = "the LM head or its norm has an adapter", replace(fewer, tiled_loss=False)
+    return fewer, None if fewer == techniques else whole or kernel or head
 
 
 # ---------------------------------------------------------------- attention, some heads at a time
@@ -310,13 +255,12 @@ class Stack:
         split = [t.split([stop - first for first, stop in ranges], 2) for t, ranges in all_three]
         return [torch.cat(three, 2).transpose(0, 1) for three in zip(*split, strict=True)]
 
-    def in_order(self, rounds):
-        """Pieces of all rounds' heads, by number: [[(tokens, B, heads, D) of each rank], ...]."""
-        pairs = [
-            (queries, piece)
-            for turn, pieces in zip(self.rounds, rounds, strict=True)
-            for (queries, _), piece in zip(turn, pieces, strict=True)
-        ]
+    def in_order(self, flats):
+        """Attention's outputs, flat, one a round: their pieces, (S/P, B, heads, D), by heads."""
+        pairs = []
+        for turn, flat in zip(self.rounds, flats, strict=True):
+            pieces = self.pieces(flat, self.counts(turn))
+            pairs += [(queries, piece) for (queries, _), piece in zip(turn, pieces, strict=True)]
         return [piece for _, piece in sorted(pairs, key=lambda pair: pair[0])]
 
     def outputs(self, pieces, at):
@@ -365,8 +309,7 @@ class Stack:
             return checkpoint(function, *args, use_reentrant=False) if again else function(*args)
 
         flats = [maybe(len(self.rounds) > 1, attention, turn, x) for turn in self.rounds]
-        rounds = [self.pieces(f, self.counts(t)) for f, t in zip(flats, self.rounds, strict=True)]
-        o = self.outputs(self.in_order(rounds), slice(None))
+        o = self.outputs(self.in_order(flats), slice(None))
         # (The backward of each slice would make zeros as long as the sequence; `split`'s does not.)
         size = self.tiles[0].stop
         parts = [

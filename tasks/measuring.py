@@ -12,6 +12,7 @@ import statistics
 import sys
 import time
 from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -60,10 +61,42 @@ def interleave(run, contenders, repeats, warmup=2, keep=True):
     return seconds
 
 
+@contextmanager
+def num_threads(count):
+    """So many threads for kernels on the CPU."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    yield
+    torch.set_num_threads(before)
+
+
+def training_step(model, ids, threads, reduce=None):
+    """A contender: the forward and the backward of the loss; given reduce, a sum of gradients.
+
+    model: None on ranks that wait for another, whose turn it is. ids: (B, S). reduce(parameters).
+    """
+    with num_threads(threads):
+        loss = model(ids, labels=ids).loss if model else None
+        yield "forward"
+        if model:
+            loss.backward()
+        yield "backward"
+        if reduce:
+            reduce(model.parameters())
+            yield "sum of gradients"
+    if model:
+        model.zero_grad()
+
+
 def median_ratio(ours, theirs):
     """Median, least and largest of the ratios of measurements taken in turns."""
     ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
     return statistics.median(ratios), min(ratios), max(ratios)
+
+
+def ratio(ours, theirs):
+    """`median_ratio` in words."""
+    return "{:.2f} ({:.2f} to {:.2f})".format(*median_ratio(ours, theirs))
 
 
 def bytes_sent(run, function):
@@ -150,3 +183,60 @@ def peak_memory_of_process(device, function):
 def status(name):
     """A number of bytes that Linux keeps about this process."""
     return 1024 * int(re.search(rf"{name}:\s+(\d+)", Path("/proc/self/status").read_text())[1])
+
+
+def measure_time(run, reference, parallel, ids, reduce=None):
+    """Print forward and backward seconds of both, the single rank given as many threads."""
+    single, ranks, own_threads = "one rank", f"{run.world_size} rank(s)", torch.get_num_threads()
+    all_threads = own_threads * run.world_size
+    contenders = {
+        single: partial(training_step, reference, ids, all_threads),
+        ranks: partial(training_step, parallel, ids, own_threads, reduce),
+    }
+    seconds = interleave(run, contenders, run.args.repeats)
+    for phases in seconds.values():
+        both = zip(phases["forward"], phases["backward"], strict=True)
+        phases["forward + backward"] = [sum(pair) for pair in both]
+    if reduce:
+        lap = seconds[ranks]["sum of gradients"]
+        run.say(f"time sum of gradients: {statistics.median(lap):.4f} s on {ranks}")
+        run.results["sum_of_gradients_s"] = lap
+    for phase in ("forward", "backward", "forward + backward"):
+        alone, together = (seconds[name][phase] for name in (single, ranks))
+        run.say(f"time {phase}: {statistics.median(alone):.4f} s on one rank, "
+                f"{statistics.median(together):.4f} s on {ranks}, "
+                f"median ratio {ratio(together, alone)}")  # fmt: skip
+        key = phase.replace(" + ", "_")
+        run.results |= {f"single_{key}_s": alone, f"parallel_{key}_s": together}
+    run.say(
+        f"({run.args.repeats} steps of {list(ids.shape)} tokens each, in turns, slowest rank; "
+        f"{own_threads} thread(s) a rank, {all_threads} for one rank alone)"
+    )
+    say_if_short(run, alone)
+
+
+def say_if_short(run, seconds):
+    """Seconds of one process, a measurement each."""
+    if statistics.median(seconds) < 0.5:
+        run.say("note: times this short say nothing about speed: they are mostly latency")
+
+
+def measure_memory(run, source, parallelize, ids, reduce):
+    """Print the peak memory of loading the model and one step, on one rank and on each."""
+
+    def load_and_step(parallelize=None):
+        model = source.load_model(run.dtype, run.device, parallelize)
+        model(ids, labels=ids).loss.backward()
+        if parallelize and reduce:
+            reduce(model.parameters())
+
+    idle = peak_memory(run, lambda: None)
+    single = peak_memory(run, load_and_step if run.rank == 0 else lambda: None)[0]
+    peaks = peak_memory(run, lambda: load_and_step(parallelize))
+    each = ", ".join(f"{peak / 2**20:.0f}" for peak in peaks)
+    run.say(
+        f"peak memory, MiB: one rank alone {single / 2**20:.0f}; of {run.world_size} ranks {each} "
+        f"({max(peaks) / single:.0%}); idle {idle[0] / 2**20:.0f}"
+    )
+    run.results |= {"idle_memory_bytes": idle, "single_peak_memory_bytes": single,
+                    "parallel_peak_memory_bytes": peaks}  # fmt: skip

@@ -5,13 +5,13 @@ The reference is always the unmodified model, run by rank 0 alone on the same we
 
 import argparse
 import math
-import statistics
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 
 from loading import UserError
-from measuring import interleave, median_ratio, peak_memory
+from measuring import measure_memory, measure_time
 
 TEXT = """The model reads these lines to be checked on something like language. A river does not
 hurry; it arrives all the same. Anna counted the boats on the water, seven in the morning and four
@@ -46,7 +46,12 @@ def add_model_flags(parser):
     )
 
 
-def show_model(run, parallelize, loss, whole=("norm",), also=None, reduce=None):
+def own_loss(model, labels, **inputs):
+    """The mean loss as the model has it."""
+    return model(**inputs, labels=labels).loss
+
+
+def show_model(run, parallelize, loss=own_loss, whole=("norm",), also=None, reduce=None):
     """Check --model, continue the prompt with it, and measure it.
 
     parallelize(model): shards a LlamaForCausalLM in place. loss(model, labels, **inputs): the
@@ -56,17 +61,15 @@ def show_model(run, parallelize, loss, whole=("norm",), also=None, reduce=None):
     """
     args, source = run.args, run.source
     tokenizer = run.together(source.tokenizer)
-    prompt, mask = encode_prompts(run, source, tokenizer)
+    prompt, _ = encode_prompts(run, source, tokenizer)
     batch = make_batch(run, source, tokenizer)
     reference = source.load_model(run.dtype, run.device) if run.rank == 0 else None
     references = run.references(reference)
     parallel = run.together(lambda: source.load_model(run.dtype, run.device, parallelize))
-    run.check_weights("all", parallel, references, lambda name: True, whole)
+    run.check_weights("all", parallel, references, whole=whole)
     check_model(run, source, parallel, references, batch, loss, reduce)
-    count = args.new_tokens
-    tokens = recompute(parallel, prompt, count)
-    ((expected, *_),) = run.expect(lambda model: [recompute(model, prompt, count)], references)
-    check_text(run, tokenizer, tokens, expected, references, mask)
+    generate = partial(recompute, ids=prompt, new_tokens=args.new_tokens)
+    check_continuation(run, tokenizer, generate, prompt, parallel, references)
     if also:
         also(tokenizer, prompt, batch, parallel, references)
     del references
@@ -231,6 +234,13 @@ def hf_generate(model, ids, new_tokens, **options):
     return F.pad(ids, (0, length - ids.shape[1]), value=-1)
 
 
+def check_continuation(run, tokenizer, generate, prompt, parallel, references, how=""):
+    """generate(model) continues the prompt, (1, S), as by the single rank."""
+    tokens, mask = generate(parallel), torch.ones_like(prompt)
+    ((expected, *_),) = run.expect(lambda model: [generate(model)], references)
+    check_text(run, tokenizer, tokens, expected, references, mask, how)
+
+
 def check_text(run, tokenizer, tokens, expected, references, mask, how="", show=True):
     """Compare continuations, (B, tokens) both, this rank's and the reference's; print if `show`.
 
@@ -247,6 +257,8 @@ def check_text(run, tokenizer, tokens, expected, references, mask, how="", show=
         run.say(f"Reference text (rank=0): {text(expected)}")
         run.print_in_order(f"{run.mark}Parallel text (rank={run.rank}): {text(tokens)}")
     name = f"generated tokens{how}"
+    if run.dtype == torch.bfloat16:  # else they would not go the same way here
+        run.check_same_bits(f"{name}, same on all ranks", tokens)
     if run.dtype == torch.bfloat16 and not torch.equal(tokens, expected):
         # In bfloat16 two tokens may tie. Where a text parts from the reference's, they must have.
         for row in (tokens != expected).any(dim=1).nonzero().flatten().tolist():
@@ -279,9 +291,9 @@ def overfit(model, loss, batch, steps):
     return torch.stack(losses)
 
 
-def check_overfitting(run, parallel, references, loss, batch, steps):
+def check_overfitting(run, parallel, references, batch, steps):
     """Train both models on one batch: the same curve, which ends near zero."""
-    curve = overfit(parallel, loss, batch, steps)
+    curve = overfit(parallel, own_loss, batch, steps)
     (expected,) = run.expect(lambda m: [overfit(m, plain_loss, batch, steps)], references)
     run.show("Reference losses", expected[0], ranks="0")
     run.show(f"{run.mark}Parallel losses", curve)
@@ -289,77 +301,3 @@ def check_overfitting(run, parallel, references, loss, batch, steps):
     run.results |= {"losses": curve.tolist(), "reference_losses": expected[0].tolist()}
     bound = curve[0].item() / 100
     run.check("last loss, below 1 % of the first", [(curve[-1:], 0 * curve[-1:])], bound)
-
-
-def measure_time(run, reference, parallel, ids, reduce):
-    """Print forward and backward seconds of both, the single rank given as many threads."""
-    single, ranks = "one rank", f"{run.world_size} rank(s)"
-
-    def contender(model, threads):
-        def run_step():
-            torch.set_num_threads(threads)
-            loss = model(ids, labels=ids).loss if model else None
-            yield "forward"
-            if model:
-                loss.backward()
-            yield "backward"
-            if reduce:
-                if model is parallel:
-                    reduce(model.parameters())
-                yield "sum of gradients"
-            torch.set_num_threads(own_threads)
-            if model:
-                model.zero_grad()
-
-        return run_step
-
-    own_threads = torch.get_num_threads()
-    contenders = {
-        single: contender(reference, own_threads * run.world_size),
-        ranks: contender(parallel, own_threads),
-    }
-    seconds = interleave(run, contenders, run.args.repeats)
-    for phases in seconds.values():
-        both = zip(phases["forward"], phases["backward"], strict=True)
-        phases["forward + backward"] = [sum(pair) for pair in both]
-    if reduce:
-        lap = seconds[ranks]["sum of gradients"]
-        run.say(f"time sum of gradients: {statistics.median(lap):.4f} s on {ranks}")
-        run.results["sum_of_gradients_s"] = lap
-    for phase in ("forward", "backward", "forward + backward"):
-        alone, together = (statistics.median(seconds[name][phase]) for name in (single, ranks))
-        ratio, least, most = median_ratio(seconds[ranks][phase], seconds[single][phase])
-        run.say(
-            f"time {phase}: {alone:.4f} s on one rank, {together:.4f} s on {ranks}, "
-            f"median ratio {ratio:.2f} ({least:.2f} to {most:.2f})"
-        )
-        key = phase.replace(" + ", "_")
-        run.results |= {f"single_{key}_s": seconds[single][phase],
-                        f"parallel_{key}_s": seconds[ranks][phase]}  # fmt: skip
-    run.say(
-        f"({run.args.repeats} steps of {list(ids.shape)} tokens each, in turns, slowest rank; "
-        f"{own_threads} thread(s) a rank, {own_threads * run.world_size} for one rank alone)"
-    )
-    if alone < 0.5:
-        run.say("note: steps this short say nothing about speed: they are mostly latency")
-
-
-def measure_memory(run, source, parallelize, ids, reduce):
-    """Print the peak memory of loading the model and one step, on one rank and on each."""
-
-    def load_and_step(parallelize=None):
-        model = source.load_model(run.dtype, run.device, parallelize)
-        model(ids, labels=ids).loss.backward()
-        if parallelize and reduce:
-            reduce(model.parameters())
-
-    idle = peak_memory(run, lambda: None)
-    single = peak_memory(run, load_and_step if run.rank == 0 else lambda: None)[0]
-    peaks = peak_memory(run, lambda: load_and_step(parallelize))
-    each = ", ".join(f"{peak / 2**20:.0f}" for peak in peaks)
-    run.say(
-        f"peak memory, MiB: one rank alone {single / 2**20:.0f}; of {run.world_size} ranks {each} "
-        f"({max(peaks) / single:.0%}); idle {idle[0] / 2**20:.0f}"
-    )
-    run.results |= {"idle_memory_bytes": idle, "single_peak_memory_bytes": single,
-                    "parallel_peak_memory_bytes": peaks}  # fmt: skip

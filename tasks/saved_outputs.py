@@ -22,7 +22,7 @@ class SavedOutputs(torch.autograd.Function):
 
                 forward                                 backward, from the last layer to the first
     x           attention, then the rest, tile by tile  built again, see `rebuild`
-    kept        outputs, log-sum-exps                   gradients of them; then of q, k, v
+    saved       outputs, log-sum-exps                   gradients of them; then of q, k, v
     """
 
     @staticmethod
@@ -88,15 +88,9 @@ def run_attention(stack, layer, x):
     return flats, needed
 
 
-def pieces_of(stack, flats):
-    """The pieces of all rounds, `in_order`."""
-    pairs = zip(flats, stack.rounds, strict=True)
-    return stack.in_order([stack.pieces(flat, stack.counts(turn)) for flat, turn in pairs])
-
-
 def finish_all(stack, layer, x, flats, into=None):
     """`finish`, tile by tile, into a new tensor or over x itself."""
-    out, pieces = torch.empty_like(x) if into is None else into, pieces_of(stack, flats)
+    out, pieces = torch.empty_like(x) if into is None else into, stack.in_order(flats)
     for at in stack.tiles:
         out[:, at] = stack.finish(layer, x[:, at], stack.outputs(pieces, at))
     return out
@@ -141,18 +135,21 @@ def layer_backward(stack, layer, x, flats, needed, d, sums):
                 sums[parameter] += grad
         return found[: len(inputs)]
 
-    grads = [torch.empty_like(flat) for flat in flats]  # of attention's outputs
-    pieces, targets = pieces_of(stack, flats), pieces_of(stack, grads)
-    for at in stack.tiles:
-        h, o = x[:, at].detach().requires_grad_(), stack.outputs(pieces, at).requires_grad_()
-        with torch.enable_grad():
-            y = stack.finish(layer, h, o)
-        d[:, at], do = gradients(y, [h, o], d[:, at])
-        do = do.unflatten(2, (-1, stack.D)).transpose(0, 1)
-        for view, part in zip(targets, do.split([t.shape[2] for t in targets], 2), strict=True):
-            view[at] = part
-    del pieces, targets, view, y, do
+    def finish_backward():
+        """Of attention's outputs; what goes past attention is in d already."""
+        grads = [torch.empty_like(flat) for flat in flats]
+        pieces, targets = stack.in_order(flats), stack.in_order(grads)
+        for at in stack.tiles:
+            h, o = x[:, at].detach().requires_grad_(), stack.outputs(pieces, at).requires_grad_()
+            with torch.enable_grad():
+                y = stack.finish(layer, h, o)
+            d[:, at], do = gradients(y, [h, o], d[:, at])
+            do = do.unflatten(2, (-1, stack.D)).transpose(0, 1)
+            for view, part in zip(targets, do.split([t.shape[2] for t in targets], 2), strict=True):
+                view[at] = part
+        return grads
 
+    grads = finish_backward()
     for i, turn in enumerate(stack.rounds):
         counts = stack.counts(turn)
         q, k, v = qkv_of_heads(stack, layer, x, turn)

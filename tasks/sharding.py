@@ -185,6 +185,20 @@ def gather_shares(x, dim, size, group):
     return GatherShares.apply(x, dim, size, group)
 
 
+def with_whole_logits(whole):
+    """A forward hook for a LlamaForCausalLM: `whole(logits)`, where no loss was asked for."""
+
+    def hook(model, args, kwargs, output):
+        if kwargs.get("labels") is not None:
+            return output
+        if isinstance(output, tuple):  # return_dict=False: logits come first
+            return whole(output[0]), *output[1:]
+        output.logits = whole(output.logits)
+        return output
+
+    return hook
+
+
 class SharedLinear(nn.Linear):
     """A linear layer that several ranks hold whole, each using its output for other heads.
 

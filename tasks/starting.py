@@ -91,6 +91,8 @@ def choose_device(wanted):
     gpus, local = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if wanted == "cuda" and not gpus:
         fail("--device cuda: PyTorch sees no GPU; use --device cpu")
+    if wanted == "cuda" and gpus < local:
+        fail(f"--device cuda: {local} ranks but {gpus} GPU(s) on this machine; use --device cpu")
     if wanted == "cpu" or not gpus:
         return torch.device("cpu"), None
     if gpus < local:

@@ -28,8 +28,8 @@ import torch.distributed as dist
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding
 
+from float64 import Rotary64
 from utils import (
-    Rotary64,
     SharedLinear,
     copy_to_ranks,
     fill,

@@ -46,6 +46,7 @@ from utils import (
     show_model,
     start,
     sum_over_ranks,
+    with_whole_logits,
 )
 
 # ---------------------------------------------------------------- the technique
@@ -121,7 +122,8 @@ def tensor_parallelize(model, group, vocab_parallel=True):
         embedding.rows, embedding.group = rows, group
         head.register_forward_pre_hook(f, with_kwargs=True)
         model.loss_function = partial(vocab_parallel_loss, rows=rows, group=group)
-        model.register_forward_hook(partial(gather_logits, group=group), with_kwargs=True)
+        gather = partial(gather_shares, dim=-1, size=model.config.vocab_size, group=group)
+        model.register_forward_hook(with_whole_logits(gather), with_kwargs=True)
     return model
 
 
@@ -189,16 +191,6 @@ def vocab_parallel_loss(
     return losses.masked_fill(~valid, 0).sum() / count
 
 
-def gather_logits(model, args, kwargs, output, group):
-    """Forward hook: whole logits, as from the whole model, where no loss was asked for."""
-    if kwargs.get("labels") is not None:
-        return output
-    if isinstance(output, tuple):  # return_dict=False: logits come first
-        return gather_shares(output[0], -1, model.config.vocab_size, group), *output[1:]
-    output.logits = gather_shares(output.logits, -1, model.config.vocab_size, group)
-    return output
-
-
 # ---------------------------------------------------------------- what is shown with it
 
 
@@ -217,11 +209,8 @@ def main():
         def parallelize(model):
             tensor_parallelize(model, run.group, args.vocab_parallel)
 
-        def loss(model, labels, **inputs):
-            return model(**inputs, labels=labels).loss
-
         if args.vocab_parallel:
-            show_model(run, parallelize, loss)
+            show_model(run, parallelize)
         else:
             whole = "norm", "embed_tokens", "lm_head"
             show_model(run, parallelize, plain_loss, whole)

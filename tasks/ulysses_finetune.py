@@ -26,7 +26,6 @@ on to the same bits, by itself under `torchrun --max-restarts`.
 """
 
 import argparse
-import hashlib
 import math
 import statistics
 import sys
@@ -38,9 +37,10 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from checkpoint import find, fingerprint, open_folder, resume, save
-from finetuning import load, save_result, warm_up, within_budget
-from long_sequence import Techniques, possible, sequence_loss
+from checkpoint import find, identity, open_folder, resume, save
+from finetuning import choose_techniques, load, save_result, warm_up, within_budget
+from long_sequence import sequence_loss
+from measuring import peak_memory
 from training_checks import base_of, check_replicas, check_training, make_optimizer, trained
 from ulysses_forward import sequence_mask, sequence_parallelize, sum_gradients, sum_of_losses
 from utils import (
@@ -49,7 +49,6 @@ from utils import (
     load_tokens,
     make_parser,
     natural,
-    peak_memory,
     positive,
     share,
     start,
@@ -235,27 +234,11 @@ def main():
         finetune(run)
 
 
-def choose_techniques(run, model):
-    """What saves memory: as the flags and the model have it; None for Task 4's own forward."""
-    args = run.args
-    if not args.long_sequence:
-        return None
-    backward = "saved-outputs" if args.saved_outputs else "checkpoint"
-    mib = args.tile_mib or (1024 if run.device.type == "cuda" else 8)
-    flags = args.tiled_loss, args.tiled_mlp, args.head_groups, args.offload
-    techniques, why = possible(base_of(model), Techniques(backward, *flags, mib * 2**20))
-    if why:
-        run.say(f"note: {why}: layers are recomputed whole, with all their heads at once")
-    parts = [name for name in SAVES if getattr(techniques, name.replace("-", "_"), False)]
-    run.say(f"layers: {techniques.backward}; {', '.join(parts)}; tiles of {mib} MiB")
-    if run.world_size == 1 and techniques.head_groups:
-        run.announce("One device: the heads of attention are computed sequentially, group by group")
-    return techniques
-
-
 def finetune(run):
     """All that the script does."""
     args, config = run.args, run.source.config
+    if args.memory_budget and run.device.type != "cuda" and sys.platform != "linux":
+        raise UserError("--memory-budget: only on CUDA and Linux can memory be limited")
     result = "model" if args.peft == "none" else "adapter"
     resumes = open_folder(run, args.output_dir, args.resume, result)
     needed = args.num_sequences * args.seq_len
@@ -281,16 +264,7 @@ def finetune(run):
 
     model = run.together(lambda: load(run, lambda model: sequence_parallelize(model, run.group)))
     parameters = trained(model)
-    # What must be the same for a checkpoint to be continued; of the weights some values each.
-    kept = [p for p in base_of(model).parameters() if args.peft == "none" or not p.requires_grad]
-    sample = [p.detach().flatten()[:: 1 + p.numel() // 256] for p in kept]
-    flags = ("peft", "num_virtual_tokens", "lora_rank", "seq_len", "batch_size", "num_sequences",
-             "lr", "dtype", "seed")  # fmt: skip
-    same = {f"--{name.replace('_', '-')}": getattr(args, name) for name in flags}
-    same |= {"weights": fingerprint(sample), "text": fingerprint([ids])}
-    settings = config.to_dict() | {"transformers_version": ""}
-    settings = repr(sorted(settings.items()))
-    same["config"] = hashlib.sha256(settings.encode()).hexdigest()
+    same = identity(run, base_of(model), ids)
     count = sum(p.numel() for p in parameters.values())
     total = sum(p.numel() for p in model.parameters())
     run.say(f"Parameters: {count} trainable / {total} total")
@@ -312,8 +286,6 @@ def finetune(run):
         write = partial(save, run, parameters, optimizer, losses, same)
         seconds.extend(train(run, model, optimizer, loss_of, batches, losses, write))
 
-    if args.memory_budget and (run.device.type != "cuda" and sys.platform != "linux"):
-        raise UserError("--memory-budget: only on CUDA and Linux can memory be limited")
     idle = peak_memory(run, lambda: warm_up(run, model, loss_of, ids))
     peaks = peak_memory(run, lambda: within_budget(run, length, training))
     digest = check_replicas(run, parameters, "after")
@@ -332,15 +304,7 @@ def finetune(run):
     run.results |= {"losses": losses, "sha256": digest, "step_s": seconds,
                     "idle_memory_bytes": idle, "peak_memory_bytes": peaks}  # fmt: skip
     if args.output_dir:
-
-        def save_once():
-            try:
-                return run.rank or save_result(run, model, args.output_dir / result)
-            except Exception as error:  # PEFT's and safetensors' own, too
-                message = f"--output-dir {args.output_dir}: the {result} was not saved ({error}); "
-                raise UserError(message + "--resume with the same --steps would") from None
-
-        run.together(save_once)
+        run.together(lambda: save_result(run, model, args.output_dir / result))
 
 
 if __name__ == "__main__":

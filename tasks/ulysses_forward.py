@@ -25,6 +25,7 @@ Source: DeepSpeed-Ulysses, arXiv 2309.14509, section 3.
 """
 
 import copy
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -33,11 +34,11 @@ from torch.autograd.function import once_differentiable
 from transformers import LlamaForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from measuring import bytes_sent
 from utils import (
     UserError,
     add_model_flags,
-    bytes_sent,
-    check_text,
+    check_continuation,
     gather_shares,
     hf_generate,
     make_parser,
@@ -334,27 +335,17 @@ def main():
     with start(args) as run:
         run.mark = "S"
 
-        def parallelize(model):
-            sequence_parallelize(model, run.group)
-
-        def loss(model, labels, **inputs):
-            return model(**inputs, labels=labels).loss
-
         def also(tokenizer, prompt, batch, parallel, references):
-            tokens = hf_generate(parallel, prompt, args.new_tokens)
-            ((expected, *_),) = run.expect(
-                lambda model: [hf_generate(model, prompt, args.new_tokens)], references
-            )
-            mask = torch.ones_like(prompt)
-            check_text(run, tokenizer, tokens, expected, references, mask, " by .generate")
+            generate = partial(hf_generate, ids=prompt, new_tokens=args.new_tokens)
+            how = " by .generate"
+            check_continuation(run, tokenizer, generate, prompt, parallel, references, how)
             if args.seq_len >= run.world_size:  # else it has been padded, see `forward`
                 check_hidden_states(run, batch, parallel, references)
                 show_bytes(run, parallel, batch[0])
 
-        show_model(
-            run, parallelize, loss, whole=("",), also=also,
-            reduce=lambda tensors: sum_gradients(tensors, run.group),
-        )  # fmt: skip
+        parallelize = partial(sequence_parallelize, group=run.group)
+        reduce = partial(sum_gradients, group=run.group)
+        show_model(run, parallelize, whole=("",), also=also, reduce=reduce)
 
 
 if __name__ == "__main__":

@@ -29,24 +29,15 @@ from comparing import Comparison, kind_of  # noqa: F401
 from data import load_tokens  # noqa: F401
 from loading import (  # noqa: F401 - a task script imports utils alone
     PRESETS,
-    Rotary64,
     Source,
     UserError,
-    compute_in_float64,
     download,
     fill,
     is_hub_id,
 )
-from measuring import (  # noqa: F401
-    bytes_sent,
-    interleave,
-    kept_memory,
-    limited_memory,
-    median_ratio,
-    peak_memory,
-)
 from model_checks import (  # noqa: F401
     add_model_flags,
+    check_continuation,
     check_overfitting,
     check_text,
     encode_prompts,
@@ -67,6 +58,7 @@ from sharding import (  # noqa: F401
     share,
     share_heads,
     sum_over_ranks,
+    with_whole_logits,
 )
 from starting import (
     agree,
@@ -171,6 +163,7 @@ def start(args):
     run.print_in_order(f"Initialized rank={rank}")
     try:
         agree(run)
+        run.say(f"model {args.model}, {args.dtype}, on {device.type} ({dist.get_backend()})")
         yield run
         assert run.checks, "a script that checks nothing must not pass"
         run.write_json()

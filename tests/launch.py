@@ -37,6 +37,12 @@ class Result:
         """The lines that tell a user what was wrong."""
         return [line for line in self.err.splitlines() if line.startswith("error: ")]
 
+    def assert_refused(self, message, seconds=60):
+        """The contract of what a user got wrong: one line, in time, nothing left behind."""
+        assert self.code == 2 and self.seconds < seconds and not self.survivors, self.tail()
+        assert len(self.errors()) == 1 and message in self.errors()[0], self.tail()
+        assert "Traceback" not in self.err, self.tail()
+
     def tail(self):
         """For an assertion's message: the last 50 lines."""
         lines = (self.out + "\n--- stderr\n" + self.err).splitlines()
@@ -44,9 +50,10 @@ class Result:
 
 
 def environment(job, extra=None):
-    """The user's environment, with one thread a rank, no hub, and the job's mark."""
+    """The user's environment, with one thread a rank, no hub, no GPUs, and the job's mark."""
     env = {k: v for k, v in os.environ.items() if not k.startswith(OTHERS)}
     env |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo", MARK: job}
+    env |= {"CUDA_VISIBLE_DEVICES": ""}  # else the device would depend on the number of ranks
     return env | (extra or {})
 
 
@@ -101,11 +108,17 @@ def survivors(job, seconds=3):
     return [process.pid for process in left]
 
 
+def command(script, *args, nproc, restarts=0):
+    """The words of that command line."""
+    path = script if str(script).endswith(".py") else TASKS / f"{script}.py"
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    words += ["--max-restarts", restarts, "--nproc_per_node", nproc, path, *args]
+    return list(map(str, words))
+
+
 def torchrun(script, *args, nproc, **kwargs):
     """`torchrun --standalone --nproc_per_node nproc tasks/script.py args`, as the README has it."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    path = script if str(script).endswith(".py") else TASKS / f"{script}.py"
-    return run([*launcher, "--nproc_per_node", nproc, path, *args], **kwargs)
+    return run(command(script, *args, nproc=nproc), **kwargs)
 
 
 # ---------------------------------------------------------------- many short jobs

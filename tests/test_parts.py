@@ -2,7 +2,9 @@
 
 import itertools
 import json
+import os
 import re
+import sys
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torch.distributed.run import get_args_parser
 from transformers import LlamaForCausalLM
 
 import launch
+import starting
 from conftest import make_llama
 from loading import LLAMA3_ROPE, PRESETS, TINY, Source
 from sharding import share, share_heads
@@ -141,3 +144,15 @@ def test_tiny_llama():
     evaluation = json.loads((TINY / "evaluation.json").read_text())
     assert evaluation["held_out"]["stories_2048"]["perplexity"] < 5
     assert set(PRESETS) >= {"small", "llama-3.2-1b", "llama-3.1-8b"}
+
+
+def test_fewer_gpus_than_ranks(monkeypatch, capsys):
+    """--device auto goes to the CPU, and says so; --device cuda is refused."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    device, notice = starting.choose_device("auto")
+    assert device.type == "cpu" and "2 ranks but 1 GPU(s)" in notice
+    with pytest.raises(SystemExit, match="2"):
+        starting.choose_device("cuda")
+    assert "error: --device cuda: 2 ranks but 1 GPU(s)" in capsys.readouterr().err

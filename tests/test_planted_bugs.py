@@ -414,11 +414,11 @@ BUGS = {
         "return model.train()", "return model.eval()", "forwards of a layer",
     ),
     "a token without label has a loss": (
-        "ulysses_finetune", 2, "long_sequence.py", "loss += (valid * (",
+        "ulysses_finetune", 2, "tiled_loss.py", "loss += (valid * (",
         "loss += ((", "losses",
     ),
     "the tiled loss's gradient is of the sum": (
-        "ulysses_finetune", 2, "long_sequence.py", "g if g is None else g.mul_(grad)", "g", "grad",
+        "ulysses_finetune", 2, "tiled_loss.py", "g if g is None else g.mul_(grad)", "g", "grad",
     ),
     "heads of several rounds are mixed up": (
         "ulysses_finetune", 2, "long_sequence.py", "in sorted(pairs, key=lambda pair: pair[0])",
@@ -437,8 +437,9 @@ BUGS = {
         "sums[parameter] = grad", "grad",
     ),
     "only the first tile trains LoRA": (
-        "ulysses_finetune --peft lora", 1, "saved_outputs.py", "if grad is not None:",
-        "if grad is not None and at.start == 0:", "all together: gradients",
+        "ulysses_finetune --peft lora", 1, "saved_outputs.py", "y = stack.finish(layer, h, o)",
+        "y = stack.finish(layer, h, o)\n            parameters[:] = parameters * (at.start == 0)",
+        "all together: gradients",
     ),
     "LoRA is not scaled": (
         "ulysses_finetune --peft lora", 1, "long_sequence.py", "low_rank * linear.scaling[name]",

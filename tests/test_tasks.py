@@ -182,12 +182,16 @@ def test_without_torchrun(script, tmp_path):
     assert "note: 1 rank: nothing is split" in result.out
 
 
+ON_GPUS = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(torch.cuda.device_count())))}
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: NCCL is not tested")
 @pytest.mark.parametrize("script", launch.SCRIPTS)
 def test_nccl(script, tmp_path):
     """On all GPUs of this machine, up to 4."""
     nproc, path = min(torch.cuda.device_count(), 4), tmp_path / "record.json"
-    result = launch.torchrun(script, "--device", "cuda", "--json", path, nproc=nproc)
+    flags = ["--device", "cuda", "--json", path]
+    result = launch.torchrun(script, *flags, nproc=nproc, env=ON_GPUS)
     passed(result, nproc)
     assert checks(path, nproc, "float32")[0]["backend"] == "nccl"
 
@@ -195,7 +199,7 @@ def test_nccl(script, tmp_path):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: cannot have too few of them")
 def test_fewer_gpus_than_ranks():
     nproc = torch.cuda.device_count() + 1
-    result = launch.torchrun("tp_mlp", *QUICK["tp_mlp"], nproc=nproc)
+    result = launch.torchrun("tp_mlp", *QUICK["tp_mlp"], nproc=nproc, env=ON_GPUS)
     passed(result, nproc)
     assert "running on CPU with gloo" in result.out
 

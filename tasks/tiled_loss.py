@@ -1,0 +1,60 @@
+"""The loss, a few tokens at a time: their logits are never there all at once.
+
+Logits are V numbers a token, and training holds them three times (themselves, their log-softmax,
+its gradient), where a hidden state takes H. Source: ALST, arXiv 2506.13996, section 3.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+
+
+class TiledLoss(torch.autograd.Function):
+    """Final norm, LM head and cross-entropy, a few tokens at a time, and their gradient at once.
+
+    A tile's logits become its gradient in place, so that one tensor of `tile` tokens times the
+    vocabulary is all there ever is. What is kept for the backward is the gradient of x.
+    """
+
+    @staticmethod
+    def forward(ctx, x, targets, norm, tile, norm_weight, head_weight):
+        """x (B, S, H), targets (B, S) -> the sum of losses, in float32 at least."""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        dx, loss = torch.empty_like(x), torch.zeros((), dtype=wide, device=x.device)
+        train_norm, train_head = ctx.needs_input_grad[4:]
+        dnorm = torch.zeros_like(norm_weight, dtype=wide) if train_norm else None
+        dhead = torch.zeros_like(head_weight, dtype=wide) if train_head else None
+        flat, out, targets = x.flatten(0, 1), dx.view(-1, x.shape[-1]), targets.flatten()
+        for rows in tiles(len(flat), tile):
+            with torch.enable_grad():
+                h = flat[rows].detach().requires_grad_()
+                normed = norm(h)
+            n, valid = normed.detach(), (targets[rows] != -100).to(wide)[:, None]
+            target = targets[rows].masked_fill(valid[:, 0] == 0, 0)[:, None]
+            logits = F.linear(n, head_weight).to(wide)
+            chosen, largest = logits.gather(1, target), logits.amax(1, keepdim=True)
+            total = logits.sub_(largest).exp_().sum(1, keepdim=True)
+            loss += (valid * (total.log() + largest - chosen)).sum()
+            logits.mul_(valid / total).scatter_add_(1, target, -valid)  # d loss / d logits
+            dlogits = logits.to(x.dtype)
+            if train_head:
+                dhead += dlogits.T @ n
+            wanted = [h, norm.weight] if train_norm else [h]
+            out[rows], *more = torch.autograd.grad(normed, wanted, dlogits @ head_weight)
+            if more:
+                dnorm += more[0]
+            del logits, dlogits  # before the next are made
+        ctx.gradients = dx, dnorm, dhead
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        dx, dnorm, dhead = (g if g is None else g.mul_(grad) for g in ctx.gradients)
+        ctx.gradients = None  # a second backward is an error
+        return dx, None, None, None, dnorm, dhead
+
+
+def tiles(length, size):
+    """Slices that cover [0, length)."""
+    return [slice(first, min(first + size, length)) for first in range(0, length, size)]
