@@ -24,7 +24,6 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed import get_process_group_ranks, new_group
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
@@ -54,6 +53,7 @@ from utils import (
     share_heads,
     show_model,
     start,
+    subgroup,
     with_whole_logits,
 )
 
@@ -205,8 +205,7 @@ def plan_whole_heads(model, mesh):
         config.num_attention_heads, kv_heads, mesh.size(), mesh.get_local_rank()
     )
     if mesh.size() > kv_heads:
-        members = get_process_group_ranks(group)[slice(*holders)]
-        shared = new_group(members, use_local_synchronization=True)
+        shared = subgroup(group, *holders)
     for layer in model.model.layers:
         layer.self_attn.num_key_value_groups = (queries[1] - queries[0]) // (keys[1] - keys[0])
     queries, keys = ((first * D, end * D) for first, end in (queries, keys))

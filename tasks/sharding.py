@@ -47,6 +47,16 @@ def share_heads(num_heads, num_kv_heads, ranks, rank):
     raise AssertionError(rank)
 
 
+def subgroup(group, start, stop):
+    """The process group of `group`'s ranks [start, stop), which each of these asks for at once.
+
+    All ranks of `group` must ask for one, their own: where NCCL splits its communicator for it,
+    that is a collective of all.
+    """
+    members = dist.get_process_group_ranks(group)[start:stop]
+    return dist.new_group(members, use_local_synchronization=True)
+
+
 def keep_shard(layer, dim, start, stop):
     """Replace `layer`'s weight by its slice [start, stop) along `dim`, in place.
 

@@ -24,7 +24,6 @@ bidirectional, and causal with left padding. Gradients come from a random gradie
 """
 
 import torch
-import torch.distributed as dist
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding
 
@@ -37,6 +36,7 @@ from utils import (
     make_parser,
     share_heads,
     start,
+    subgroup,
     sum_over_ranks,
 )
 
@@ -74,8 +74,7 @@ def tensor_parallelize_attention(attention, group):
     if rank != 0:
         attention.o_proj.bias = None
     if ranks > num_kv_heads:
-        everyone = dist.get_process_group_ranks(group)
-        holders_group = dist.new_group(everyone[slice(*holders)], use_local_synchronization=True)
+        holders_group = subgroup(group, *holders)
         for layer in attention.k_proj, attention.v_proj:
             layer.__class__, layer.holders = SharedLinear, holders_group
 

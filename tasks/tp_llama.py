@@ -27,7 +27,6 @@ import argparse
 from functools import partial
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
@@ -45,6 +44,7 @@ from utils import (
     share_heads,
     show_model,
     start,
+    subgroup,
     sum_over_ranks,
     with_whole_logits,
 )
@@ -77,8 +77,7 @@ def tensor_parallelize(model, group, vocab_parallel=True):
     queries, keys, holders = share_heads(num_heads, num_kv_heads, ranks, rank)
     units = share(model.config.intermediate_size, ranks, rank)
     if ranks > num_kv_heads:
-        members = dist.get_process_group_ranks(group)[slice(*holders)]
-        holders_group = dist.new_group(members, use_local_synchronization=True)
+        holders_group = subgroup(group, *holders)
 
     def f(module, args, kwargs):
         args = tuple(copy_to_ranks(x, group) for x in args)

@@ -57,6 +57,7 @@ from sharding import (  # noqa: F401
     shard_of,
     share,
     share_heads,
+    subgroup,
     sum_over_ranks,
     with_whole_logits,
 )
