@@ -144,7 +144,7 @@ NAMES = {"hand-made": "by hand (Task 2)", "DTensor": "DTensor plan (Task 3)",
          "transformers": 'transformers, `tp_plan="auto"`'}  # fmt: skip
 
 
-def laps(run, phases):
+def seconds(run, phases):
     """Seconds of the ranks and of the single process, of some phases together."""
     return (
         [sum(lap) for lap in zip(*(run["results"][side][p] for p in phases), strict=True)]
@@ -176,7 +176,7 @@ def speed(data):
     for technique, name in NAMES.items():
         run = runs[technique, 2, 512]
         kinds = ["forward"], ["backward"], BOTH, ["generate"]
-        cells = [ratio(*laps(run, phases)) for phases in kinds]
+        cells = [ratio(*seconds(run, phases)) for phases in kinds]
         sent, formula = (run["results"][key] for key in ("sent_bytes", "formula_bytes"))
         cells.append("not counted" if None in sent else f"{sum(sent) / sum(formula) - 1:+.1%}")
         rows.append(f"| {name} | {' | '.join(cells)} |")
@@ -189,7 +189,7 @@ def speed(data):
             for p in ranks:
                 run = runs.get((technique, p, length))
                 fewer = f" ({run['num_layers']} layers)" if run and "num_layers" in run else ""
-                cells.append(f"{median_ratio(*laps(run, phases))[0]:.2f}{fewer}" if run else "-")
+                cells.append(f"{median_ratio(*seconds(run, phases))[0]:.2f}{fewer}" if run else "-")
         rows.append(f"| {name} | {' | '.join(cells)} |")
     step = "forward, s", "backward, s", "tokens/s"
     titles = [f"{length} tokens: {what}" for length in ("512", "2,048") for what in step]

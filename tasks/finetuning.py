@@ -3,6 +3,7 @@
 import copy
 import tempfile
 import warnings
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -52,8 +53,7 @@ def choose_techniques(run, model):
     techniques, why = possible(base_of(model), Techniques(backward, *flags, mib * 2**20))
     if why:
         run.say(f"note: {why}: only some of the memory techniques are left")
-    names = "tiled-loss", "tiled-mlp", "head-groups", "offload"
-    parts = [name for name in names if getattr(techniques, name.replace("-", "_"))]
+    parts = [name.replace("_", "-") for name, on in asdict(techniques).items() if on is True]
     run.say(f"layers: {techniques.backward}; {', '.join(parts)}; tiles of {mib} MiB")
     if run.world_size == 1 and techniques.head_groups:
         run.announce("One device: the heads of attention are computed sequentially, group by group")
