@@ -9,11 +9,8 @@ fails. Lengths go up and down from the estimate until one fits and one 5 % longe
 """
 
 import argparse
-import json
-import os
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -24,7 +21,8 @@ import torch  # noqa: E402
 import transformers  # noqa: E402
 
 from loading import Source  # noqa: E402
-from records import add, machine, resume  # noqa: E402
+from measuring import is_for_memory  # noqa: E402
+from records import add, machine, resume, torchrun  # noqa: E402
 
 MODEL, PROMPT, GRAIN, STEPS = "random/small", 32, 1.05, 3
 TILE = 2**23  # as long_sequence.py has it on a CPU
@@ -94,41 +92,36 @@ CONTENDERS = {
 }
 
 
-def command(name, ranks, length, budget, path):
-    """The command line of one run: of the plain script, or of Task 5's."""
-    _, _, flags = CONTENDERS[name]
-    flags = [*flags, "--steps", STEPS, "--memory-budget", budget / 2**10, "--json", path]
+def command(name, length, budget):
+    """What one run starts, and its flags: the plain script, or Task 5's."""
+    flags = [*CONTENDERS[name][2], "--seq-len", length - PROMPT]
+    flags += ["--steps", STEPS, "--memory-budget", budget / 2**10, "--device", "cpu"]
     if not name.startswith("ours"):
-        words = [HERE / "plain_finetune.py", *flags, "--seq-len", length - PROMPT]
-    else:
-        words = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", ranks]
-        words += [HERE.parent / "tasks" / "ulysses_finetune.py", *flags, "--model", MODEL]
-        words += ["--num-virtual-tokens", PROMPT, "--seq-len", length - PROMPT]
-        words += ["--check-steps", 0, "--device", "cpu"]
-    return [sys.executable, *map(str, words)]
+        return HERE / "plain_finetune.py", *flags
+    flags += ["--model", MODEL, "--num-virtual-tokens", PROMPT, "--check-steps", 0]
+    return HERE.parent / "tasks" / "ulysses_finetune.py", *flags
 
 
 # ---------------------------------------------------------------- the search
 
 
+def threads_of(ranks):
+    return max(1, torch.get_num_threads() // ranks)
+
+
 def fits(name, ranks, length, budget):
     """The record of a run of three steps, or None where memory ran out."""
-    threads = max(1, torch.get_num_threads() // ranks)
-    env = os.environ | {"OMP_NUM_THREADS": str(threads), "THP_MEM_ALLOC_ENABLE": "0"}
-    env |= {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
-    with tempfile.TemporaryDirectory() as folder:
-        path, begin = Path(folder) / "record.json", time.monotonic()
-        words = command(name, ranks, length, budget, path)
-        job = subprocess.run(words, env=env, capture_output=True, text=True)
-        took = time.monotonic() - begin
-        said = "fits" if job.returncode == 0 else "does not fit"
-        print(f"    {length} positions: {said} ({took:.0f} s)", flush=True)
-        if job.returncode == 0:
-            return json.loads(path.read_text())
-        out = (job.stdout + job.stderr).lower()
-        if not any(said in out for said in ("out of memory", "memoryerror", "alloc")):
-            sys.exit(f"{job.stderr[-3000:]}\nerror: that job failed, and not for want of memory")
-    return None
+    begin = time.monotonic()
+    script, *flags = command(name, length, budget)
+    record, job = torchrun(
+        script, ranks, *flags, threads=threads_of(ranks), stderr=subprocess.STDOUT,
+        THP_MEM_ALLOC_ENABLE="0", MALLOC_MMAP_THRESHOLD_="65536", MALLOC_ARENA_MAX="1",
+    )  # fmt: skip
+    said, took = "fits" if record else "does not fit", time.monotonic() - begin
+    print(f"    {length} positions: {said} ({took:.0f} s)", flush=True)
+    if not record and not is_for_memory(job.stdout):
+        sys.exit(f"{job.stdout[-3000:]}\nerror: that job failed, and not for want of memory")
+    return record
 
 
 def search(name, ranks, budget, estimate):
@@ -187,7 +180,7 @@ def main():
                 )
                 key = {"contender": name, "world_size": ranks, "budget_mib": budget}
                 entry = {"estimate": estimate, "found": found, "predicted_bytes": a_token,
-                         "threads": max(1, torch.get_num_threads() // ranks)}  # fmt: skip
+                         "threads": threads_of(ranks)}  # fmt: skip
                 if record:
                     results = record["results"]
                     idle, peak = results["idle_memory_bytes"], results["peak_memory_bytes"]

@@ -14,17 +14,17 @@ from pathlib import Path
 import torch
 
 
-def torchrun(script, ranks, *flags, threads=1):
+def torchrun(script, ranks, *flags, threads=1, stderr=None, **env):
     """A script under torchrun: its JSON record, or None where it failed, and the ended process.
 
-    What it printed is in the process; its errors went to this one's.
+    What it printed is in the process; its errors went to `stderr`, by default this process's own.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "record.json"
         words = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         words += ["--nproc_per_node", ranks, script, *flags, "--json", path]
-        env = os.environ | {"OMP_NUM_THREADS": str(threads)}
-        done = subprocess.run(list(map(str, words)), stdout=subprocess.PIPE, text=True, env=env)
+        words, env = list(map(str, words)), os.environ | {"OMP_NUM_THREADS": str(threads)} | env
+        done = subprocess.run(words, stdout=subprocess.PIPE, stderr=stderr, text=True, env=env)
         return None if done.returncode else json.loads(path.read_text()), done
 
 

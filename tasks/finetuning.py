@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from checkpoint import swap
 from long_sequence import Techniques, possible
-from measuring import limited_memory
+from measuring import is_for_memory, limited_memory
 from training_checks import base_of, trained
 from ulysses_forward import sum_gradients
 from utils import UserError, is_hub_id
@@ -106,8 +106,7 @@ def within_budget(run, length, function):
         with limited_memory(run.device, run.args.memory_budget):
             function()
     except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
-        said = str(error).lower()
-        if not isinstance(error, MemoryError) and "memory" not in said and "alloc" not in said:
+        if not is_for_memory(repr(error)):
             raise
         raise UserError(f"out of memory: {run.args.batch_size} x {length} positions on "
                         f"{run.world_size} rank(s) do not fit; a shorter --seq-len, more ranks, or "

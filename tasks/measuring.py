@@ -152,6 +152,15 @@ def limited_memory(device, budget):
             resource.setrlimit(resource.RLIMIT_DATA, before)
 
 
+# Python's own error, PyTorch's and C++'s, and oneDNN's.
+WANTS_MEMORY = "out of memory", "memoryerror", "alloc", "memory object"
+
+
+def is_for_memory(said):
+    """Whether what failed, and said this, failed for want of memory."""
+    return any(word in said.lower() for word in WANTS_MEMORY)
+
+
 def peak_memory(run, function):
     """`peak_memory_of_process` of every rank."""
     peaks = [None] * run.world_size
