@@ -24,7 +24,7 @@ demo: .venv/ready
 	  echo "=== OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node $(NPROC) $$script" \
 	    "--model $(MODEL) --device $(DEVICE)"; \
 	  OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node $(NPROC) $$script \
-	    --model $(MODEL) --device $(DEVICE); \
+	    --model "$(MODEL)" --device $(DEVICE); \
 	done
 
 test: .venv/ready
@@ -60,7 +60,7 @@ lint: .venv/ready
 	$(BIN)/ruff format --check .
 
 clean:
-	rm -rf .venv .venv-course .pytest_cache .ruff_cache out
+	rm -rf .venv .venv-course .pytest_cache .ruff_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 # ---------------------------------------------------------------- environments
@@ -68,14 +68,19 @@ clean:
 COURSE := s/^transformers==.*/transformers==4.48.3/; s/^peft==.*/peft==0.14.0/
 .venv/ready: PINS :=
 .venv-course/ready: PINS := $(COURSE)
+# A checkout that was moved: the environment's scripts name the old place. Made anew.
+.PHONY: $(shell for dir in .venv .venv-course; do \
+  test ! -e $$dir/ready || grep -qsxF '$(CURDIR)' $$dir/ready || echo $$dir/ready; done)
 
 .venv/ready .venv-course/ready: requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
 	  "error: Python 3.11 or later is needed: make PYTHON=python3.12 ...")'
 	@set -e; dir=$(@D); pins=$$(mktemp); trap 'rm -f "$$pins"' EXIT; \
 	sed '$(PINS)' requirements.txt > "$$pins"; \
-	if torch=$$($(PYTHON) -c 'import torch; v = torch.__version__; print(v); \
-	    assert tuple(map(int, v.split(".")[:2])) >= (2, 6)' 2>/dev/null); then \
+	: "that of a virtual environment is not seen from another one"; \
+	if torch=$$($(PYTHON) -c 'import sys, torch; v = torch.__version__; print(v); \
+	    assert tuple(map(int, v.split(".")[:2])) >= (2, 6) and sys.prefix == sys.base_prefix' \
+	    2>/dev/null); then \
 	  echo "$$dir: using the PyTorch $$torch of $(PYTHON)"; \
 	  sed -i.bak '/^torch==/d' "$$pins"; rm -f "$$pins.bak"; site=--system-site-packages; \
 	else \
@@ -84,9 +89,11 @@ COURSE := s/^transformers==.*/transformers==4.48.3/; s/^peft==.*/peft==0.14.0/
 	if $(PYTHON) -m venv --clear $$site $$dir >/dev/null 2>&1; then \
 	  $$dir/bin/python -m pip install -q -r "$$pins"; \
 	else \
+	  $(PYTHON) -m pip --version >/dev/null 2>&1 || { echo "error: $(PYTHON) has neither ensurepip" \
+	    "nor pip: install python3-venv (Debian, Ubuntu), or name another with PYTHON=" >&2; exit 1; }; \
 	  $(PYTHON) -m venv --clear --without-pip $$site $$dir; \
 	  $(PYTHON) -m pip --python $$dir/bin/python install -q -r "$$pins"; \
 	fi; \
 	test -x $$dir/bin/torchrun || printf '#!/bin/sh\nexec "$$(dirname "$$0")/python" -m %s "$$@"\n' \
 	  torch.distributed.run > $$dir/bin/torchrun && chmod +x $$dir/bin/torchrun; \
-	touch $@
+	echo '$(CURDIR)' > $@

@@ -86,7 +86,8 @@ def finish(figure, axes, what, data, path, bottom=0.0):
     for axis in axes:
         axis.spines[["top", "right"]].set_visible(False)
     machine = data.get("machine")
-    machine = f"; {machine['cores']} cores of {machine['cpu']}" if machine else ""
+    cpu = machine and f"{machine['cores']} cores of {machine['cpu']}"
+    machine = f"; {', '.join(machine['gpus']) or cpu}" if machine else ""
     dtype = f", {data['dtype']}" if "dtype" in data else ""
     figure.suptitle(
         f"{what}{dtype}{machine}; torch {data['torch']}, transformers {data['transformers']}",

@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tasks"))
 
-from measuring import limited_memory, peak_memory_of_process
+from measuring import is_for_memory, limited_memory, peak_memory_of_process
 
 
 def main():
@@ -67,7 +67,9 @@ def main():
     try:
         with limited_memory(device, 2**30 * args.memory_budget):
             peak = peak_memory_of_process(device, train)
-    except RuntimeError as error:
+    except (RuntimeError, MemoryError) as error:
+        if not is_for_memory(repr(error)):
+            raise
         sys.exit(f"error: {args.seq_len + 32} positions do not fit: out of memory ({error})")
     print(f"{args.steps} steps of {args.seq_len + 32} positions fit: {min(seconds):.2f} s a step, "
           f"{(peak - idle) / 2**20:.0f} MiB beyond the loaded model")  # fmt: skip

@@ -40,10 +40,10 @@ def machine():
 
 
 def resume(path, setting):
-    """The records of an earlier time in `path`, or new ones.
+    """The records of an earlier time in `path`, or new ones where those are of another setting.
 
-    A file of another setting (machine, versions, model) is kept under another name. It also finds
-    out now, before the work, whether the file can be written.
+    (Another machine, versions, or model.) It also finds out now, before the work, whether the file
+    can be written.
     """
     whole = setting | {"runs": []}
     try:
@@ -53,15 +53,21 @@ def resume(path, setting):
     except (OSError, ValueError) as error:
         sys.exit(f"error: {path}: {error}")
     if {key: whole.get(key) for key in setting} != setting:
-        names = (path.with_suffix(f".{number}.json") for number in itertools.count(1))
-        earlier = path.replace(next(name for name in names if not name.exists()))
-        print(f"note: {path} was measured under another setting: it is {earlier} now", flush=True)
+        print(f"note: {path} was measured under another setting: it will be kept", flush=True)
         return setting | {"runs": []}
     return whole
 
 
 def add(path, whole, key, record):
-    """Put a run in the place of an earlier one of the same key, and write all, whole or not."""
+    """Put a run in the place of an earlier one of the same key, and write all, whole or not.
+
+    A file of another setting is kept, under another name.
+    """
+    earlier = json.loads(path.read_text()) if path.stat().st_size else {}
+    if earlier and any(earlier.get(name) != whole[name] for name in whole.keys() - {"runs"}):
+        names = (path.with_suffix(f".{number}.json") for number in itertools.count(1))
+        kept = path.rename(next(name for name in names if not name.exists()))
+        print(f"note: what {path} was is {kept} now", flush=True)
     record = record | key | {"date": time.strftime("%Y-%m-%d")}
     whole["runs"] = [r for r in whole["runs"] if {k: r[k] for k in key} != key] + [record]
     part = path.with_name(f".{path.name}.part")

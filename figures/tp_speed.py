@@ -213,6 +213,8 @@ def profile(run, function):
 
 def drive(args):
     """Start every combination, one after another, and write all records into one file."""
+    if torch.cuda.device_count() < max(args.ranks):  # all on one kind of device
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     cut = args.model.startswith("random/")
     setting = {
         "model": args.model, "num_layers": args.num_layers if cut else None, "dtype": args.dtype,

@@ -13,7 +13,15 @@ usage() {  # the comment at the head of the script
     exit "$1"
 }
 
-gpus() { { nvidia-smi --list-gpus 2>/dev/null || true; } | grep -c '^GPU' || true; }
+gpus() {  # how many there are for us
+    if [[ -n ${CUDA_VISIBLE_DEVICES+set} ]]; then
+        local ids
+        IFS=, read -ra ids <<<"$CUDA_VISIBLE_DEVICES"
+        echo "${#ids[@]}"
+    else
+        { nvidia-smi --list-gpus 2>/dev/null || true; } | grep -c '^GPU' || true
+    fi
+}
 
 whole() {  # whole NAME: its value is a whole number above 0
     [[ ${!1} =~ ^[1-9][0-9]*$ ]] || stop "$1=${!1}: must be a whole number above 0"
@@ -34,8 +42,10 @@ if [[ -z ${TORCHRUN-} ]]; then  # the project's own, after `make demo`; else the
     [[ -x $TORCHRUN ]] || TORCHRUN=$(command -v torchrun) || stop "no torchrun: run make demo first"
 fi
 
-# A restarted rank must not read the addresses of a dead attempt (pytorch issue 135712).
-environment=("OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}" TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1)
+# A restarted rank must not read the addresses of a dead attempt (pytorch issue 135712). And torchrun
+# kills ranks so many seconds after a signal, in which Task 5 ends its step and saves.
+environment=("OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}" TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+    "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-100}")
 
 start() {  # torchrun with these flags, in this process's place: signals reach it; or say so only
     if [[ $dry_run ]]; then

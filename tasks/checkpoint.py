@@ -31,21 +31,26 @@ def open_folder(run, folder, resumes, result):
     """Claim an output folder for this job, before any work. Returns whether to resume.
 
     folder: a Path, or None for no output. result: the name of what will be written there at the
-    end. torchrun's restarts resume without being asked. Raises UserError, on all ranks, where it
-    cannot be written, another job writes there, checkpoints are there that nobody asked to go on
-    from, or a result that is not of such checkpoints.
+    end. Ranks that torchrun starts again resume without being asked, if the folder was theirs
+    before. Raises UserError, on all ranks, where it cannot be written, another job writes there,
+    checkpoints are there that nobody asked to go on from, or a result that is not of such
+    checkpoints.
     """
-    again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    # torchrun, which outlives its ranks: not every job that comes here again was here before.
+    job = f"{os.environ.get('TORCHELASTIC_RUN_ID')} {os.getppid()}"
 
     def claim():
         if run.rank or folder is None:
-            return
+            return False
         try:
             folder.mkdir(exist_ok=True)
             with tempfile.TemporaryFile(dir=folder):
                 pass
             run.lock = FileLock(folder / ".lock")  # the system frees it when the process ends
-            run.lock.acquire(timeout=10 if again else 0)
+            run.lock.acquire(timeout=0 if restart == "0" else 10)
+            owner = folder / ".job"
+            again = restart != "0" and owner.exists() and owner.read_text() == job
         except Timeout:
             raise UserError(f"--output-dir {folder}: another run is writing there") from None
         except OSError as error:
@@ -59,13 +64,13 @@ def open_folder(run, folder, resumes, result):
         if (folder / result).exists() and not own:
             raise UserError(f"--output-dir {folder}: the {result} there is not of a run that can "
                             "be resumed: name another folder")  # fmt: skip
+        owner.write_text(job)
         clean(folder)
+        return again
 
-    run.together(claim)
-    if again:
-        run.say(
-            f"note: restart {os.environ['TORCHELASTIC_RESTART_COUNT']}, after a rank had failed"
-        )
+    again = run.from_rank0(run.together(claim))
+    if restart != "0":
+        run.say(f"note: restart {restart}, after a rank had failed")
     return folder is not None and (resumes or again)
 
 

@@ -49,6 +49,8 @@ def choose_techniques(run, model):
         return None
     backward = "saved-outputs" if args.saved_outputs else "checkpoint"
     mib = args.tile_mib or (1024 if run.device.type == "cuda" else 8)
+    if args.memory_budget and not args.tile_mib:  # a small part of it
+        mib = max(8, min(mib, args.memory_budget // 2**25))
     flags = args.tiled_loss, args.tiled_mlp, args.head_groups, args.offload
     techniques, why = possible(base_of(model), Techniques(backward, *flags, mib * 2**20))
     if why:
@@ -91,7 +93,7 @@ def write_result(run, model, final):
 
 def warm_up(run, model, loss_of, ids):
     """A step of as few tokens as can be, so that threads and libraries have what they keep."""
-    if run.args.memory_budget:
+    if run.args.memory_budget or run.device.type == "cuda":
         loss_of(model, ids[:1, : max(2, run.world_size)]).backward()
         sum_gradients(trained(model).values(), run.group)
         model.zero_grad()

@@ -255,6 +255,10 @@ def read_settings(directory):
         raise UserError(f"{path}: not valid JSON for a model: {error}") from None
     if kind != "llama":
         raise UserError(f"{directory}: a {kind} model; this needs model_type llama")
+    # Weights become what --dtype says. A config that says what they were would mislead readers of
+    # a result: transformers rounds to it unasked.
+    for name in ("dtype", "torch_dtype"):
+        settings.pop(name, None)
     # The one compatibility spot: transformers 5 writes the rotary settings as one dict, which
     # transformers 4 would not read.
     rope = settings.pop("rope_parameters", None)

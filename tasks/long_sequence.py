@@ -99,8 +99,10 @@ def possible(model, techniques):
         if not all(map(sliceable, (attention.q_proj, attention.k_proj, attention.v_proj))):
             whole = "a projection is neither linear nor LoRA"
     on_gpu, head_dim = model.device.type == "cuda", model.model.layers[0].self_attn.head_dim
-    if on_gpu and (model.dtype == torch.float64 or head_dim % 8):
-        kernel = f"no GPU kernel gives log-sum-exps of {model.dtype} heads of {head_dim}"
+    half = model.dtype.itemsize == 2
+    old = on_gpu and torch.cuda.get_device_capability(model.device) < (8, 0)
+    if on_gpu and (model.dtype == torch.float64 or head_dim % 8 or (half and old)):
+        kernel = f"no GPU kernel gives log-sum-exps of {model.dtype} heads of {head_dim} here"
     if whole:
         fewer = replace(fewer, head_groups=False)
     if fewer.backward == "saved-outputs" and (whole or kernel):

@@ -21,8 +21,10 @@ her father, who had once been a sailor and knew the habits of boats. """
 
 def positive(text):
     """argparse type: a whole number above 0."""
-    if not text.isdigit() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"must be a whole number above 0, not {text!r}")
+    if not text.isdigit() or not 0 < int(text) < 2**31:
+        raise argparse.ArgumentTypeError(
+            f"must be a whole number above 0 (below 2**31), not {text}"
+        )
     return int(text)
 
 

@@ -2,6 +2,7 @@
 
 import ctypes
 import datetime
+import json
 import os
 import signal
 import sys
@@ -14,9 +15,9 @@ import torch
 import torch.distributed as dist
 from packaging.version import Version
 
-from sharding import UserError
-
 TESTED = {"transformers": ("4.48.3", "5.23.0"), "peft": ("0.14.0", "0.21.2")}  # from, to
+
+START_S = 120  # by how many seconds ranks may differ in starting
 
 
 def fail(message, patient=True):
@@ -24,7 +25,7 @@ def fail(message, patient=True):
     if patient and env_rank():
         # torchrun ends the job when the first rank exits; if that were this one, rank 0's line
         # could get lost. Rank 0 sees the same error unless only this rank can see it.
-        time.sleep(10)
+        time.sleep(10 + 0.5 * min(env_rank(), 10))
     sys.stdout.flush()
     print(f"error: {' '.join(str(message).split())}", file=sys.stderr, flush=True)
     os._exit(2)  # at once: an ordinary exit would wait for the process group
@@ -52,10 +53,10 @@ def read_environment():
     return int(values["WORLD_SIZE"])
 
 
-def join_store(seconds=120):
+def join_store():
     """The ranks' common store, and this rank; for one start attempt of torchrun's only."""
     try:
-        timeout = datetime.timedelta(seconds=seconds)
+        timeout = datetime.timedelta(seconds=START_S)
         store, rank, _ = next(dist.rendezvous("env://", timeout=timeout))
     except (dist.DistError, ValueError, RuntimeError) as error:
         place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
@@ -88,7 +89,9 @@ def check_writable(path):
 
 def choose_device(wanted):
     """This rank's device, and a notice if it is not what one would expect."""
-    gpus, local = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    # Counted they are without a driver that works, too.
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if wanted == "cuda" and not gpus:
         fail("--device cuda: PyTorch sees no GPU; use --device cpu")
     if wanted == "cuda" and gpus < local:
@@ -99,22 +102,47 @@ def choose_device(wanted):
         notice = f"{local} ranks but {gpus} GPU(s) on this machine: running on CPU with gloo"
         return torch.device("cpu"), notice
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    torch.cuda.set_device(device)
+    try:
+        torch.cuda.set_device(device)
+        # Autograd's thread has a context from the start: else cuBLAS warns there.
+        torch.ones((), device=device, requires_grad=True).exp().backward()
+    except RuntimeError as error:
+        fail(f"{device}: {error}; use --device cpu", patient=False)
+    torch.set_float32_matmul_precision("highest")  # an environment may have allowed TF32
+    # cuDNN's attention may give NaN where a row is masked altogether (pytorch issue 196678).
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    # PyTorch 2.7.0 may hang in NCCL's non-blocking mode (pytorch issue 153960). NVSwitch's sums may
+    # differ from one call to the next: what is compared to the bit would not agree.
+    os.environ.setdefault("TORCH_NCCL_USE_COMM_NONBLOCKING", "0")
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     return device, None
 
 
-def agree(run):
-    """Refuse ranks that were started with different flags or libraries; torchrun cannot tell."""
-    mine = {f"--{name.replace('_', '-')}": str(value) for name, value in vars(run.args).items()}
-    mine |= {name: version(name) for name in ("torch", *TESTED)}
-    everyone = [None] * run.world_size
-    dist.all_gather_object(everyone, mine)
+def agree(store, rank, world_size, args, device):
+    """Refuse ranks that were started with different flags or libraries; torchrun cannot tell.
+
+    Through the store, before there are collectives: ranks of other devices would never meet.
+    Returns what there is to say of the libraries' versions.
+    """
+    mine = {f"--{name.replace('_', '-')}": str(value) for name, value in vars(args).items()}
+    mine |= {name: version(name) for name in ("torch", *TESTED)} | {"the device": device.type}
+    store.set(f"started/{rank}", json.dumps(mine))
+    everyone, patience = [], max(START_S, args.timeout)
+    for other in range(world_size):
+        try:
+            store.wait([f"started/{other}"], datetime.timedelta(seconds=patience))
+        except dist.DistError:
+            fail(f"rank {other} did not start within {patience} s: it hangs, or needs a longer "
+                 "--timeout")  # fmt: skip
+        everyone.append(json.loads(store.get(f"started/{other}")))
     for rank, theirs in enumerate(everyone):
         for name in sorted(everyone[0].keys() | theirs.keys()):
             first, other = everyone[0].get(name), theirs.get(name)
             if first != other:
-                raise UserError(f"{name} is {first} on rank 0, but {other} on rank {rank}: start "
-                                "all ranks with the same command and libraries")  # fmt: skip
-    for name, (oldest, newest) in TESTED.items():
-        if not Version(oldest) <= Version(mine[name]) <= Version(newest):
-            run.say(f"note: {name} {mine[name]}; tested with {oldest} to {newest}")
+                fail(f"{name} is {first} on rank 0, but {other} on rank {rank}: start all ranks "
+                     "with the same command and libraries")  # fmt: skip
+    return [
+        f"{name} {mine[name]}; tested with {oldest} to {newest}"
+        for name, (oldest, newest) in TESTED.items()
+        if not Version(oldest) <= Version(mine[name]) <= Version(newest)
+    ]

@@ -35,6 +35,7 @@ from loading import (  # noqa: F401 - a task script imports utils alone
     fill,
     is_hub_id,
 )
+from measuring import is_for_memory
 from model_checks import (  # noqa: F401
     add_model_flags,
     check_continuation,
@@ -150,20 +151,21 @@ def start(args):
         notice = notice or "1 rank: nothing is split; start more with torchrun --nproc_per_node"
     else:
         store, rank = join_store()
-    dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
-        store=store,
-        rank=rank,
-        world_size=world_size,
-        timeout=datetime.timedelta(seconds=args.timeout),
-        device_id=device if device.type == "cuda" else None,
-    )
-    watch, run = Watch(store, rank, world_size, args.timeout), Run(args, device)
-    if notice and rank == 0:
-        print(f"note: {notice}", flush=True)
-    run.print_in_order(f"Initialized rank={rank}")
+    notes = [notice, *agree(store, rank, world_size, args, device)]
+    watch = Watch(store, rank, world_size, args.timeout)
     try:
-        agree(run)
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            timeout=datetime.timedelta(seconds=args.timeout),
+            device_id=device if device.type == "cuda" else None,
+        )
+        run = Run(args, device, watch)
+        for note in filter(None, notes):
+            run.say(f"note: {note}")
+        run.print_in_order(f"Initialized rank={rank}")
         run.say(f"model {args.model}, {args.dtype}, on {device.type} ({dist.get_backend()})")
         yield run
         assert run.checks, "a script that checks nothing must not pass"
@@ -171,8 +173,11 @@ def start(args):
         watch.stop()
     except UserError as error:
         fail(error)
-    except RuntimeError as error:  # of a collective, most likely
+    except (RuntimeError, MemoryError) as error:  # of a collective, most likely
         watch.explain(error)
+        if is_for_memory(repr(error)):
+            fail(f"out of memory: {' '.join(str(error).split())[:200]}; take shorter or fewer "
+                 "sequences, a smaller model, or more ranks")  # fmt: skip
         raise
     run.print_in_order(f"Tests passed (rank={rank})")
     dist.destroy_process_group()
@@ -191,8 +196,9 @@ class Run(Comparison):
     method is called by all ranks together.
     """
 
-    def __init__(self, args, device):
+    def __init__(self, args, device, watch):
         self.args, self.device, self.dtype = args, device, DTYPES[args.dtype]
+        self.watch = watch
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.group = dist.group.WORLD
         self.checks, self.results, self.mark = [], {}, "T"
@@ -238,11 +244,11 @@ class Run(Comparison):
         return tensor
 
     def together(self, function):
-        """function() on every rank; a UserError on one of them is raised on all."""
+        """function() on every rank; a UserError on one of them, or an OSError, is raised on all."""
         result = error = None
         try:
             result = function()
-        except UserError as failure:
+        except (UserError, OSError) as failure:
             error = str(failure)
         errors = [None] * self.world_size
         dist.all_gather_object(errors, error)
@@ -254,9 +260,16 @@ class Run(Comparison):
     def source(self):
         """The `Source` that --model names; one rank of each machine downloads a hub model."""
         name = self.args.model
+
+        def fetch():
+            try:
+                if os.environ.get("LOCAL_RANK", "0") == "0":
+                    download(name)
+            finally:
+                self.watch.wait_for_all("downloaded")  # which may take longer than --timeout
+
         if is_hub_id(name):
-            first_here = os.environ.get("LOCAL_RANK", "0") == "0"
-            self.together(lambda: download(name) if first_here else None)
+            self.together(fetch)
         return self.together(lambda: Source(name, self.args.num_layers, self.args.seed))
 
     def synchronize(self):

@@ -35,7 +35,7 @@ def catch_signals():
             os._exit(128 + number)
         STOPPED.append(time.monotonic())
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, handler)
     return STOPPED
 
@@ -92,6 +92,13 @@ class Watch:
             end(f"no sign of life from {what} for {self.silence_s:g} s: it, or the network between,"
                 f" is gone; this is node {self.node}, which stops", others)  # fmt: skip
 
+    def wait_for_all(self, what):
+        """Wait until all ranks have come here, however long it takes. what: for once."""
+        keys = [f"{what}/{rank}" for rank in range(self.world_size)]
+        self.store.set(keys[self.rank], "")
+        while not self.store.check(keys):
+            time.sleep(0.1)
+
     def stop(self):
         """Called by all ranks together, at the end of their work."""
         dist.barrier()
@@ -107,7 +114,7 @@ class Watch:
             return
         if not late and "peer" not in said and "broken pipe" not in said:
             return
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_DFL)
         everyone = range(self.world_size)
         # Where rank 0 holds the store and is stopped or gone, questions are not answered.

@@ -20,6 +20,7 @@ SCRIPTS = sorted(p.stem for p in TASKS.glob("*.py") if '__name__ == "__main__"' 
 # What torchrun, Slurm and the launch scripts are told by; the user's must not reach the tests.
 OTHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "GROUP_", "TORCHELASTIC_", "SLURM", "SBATCH",
           "HEAD", "IS_HEAD", "NNODES", "NPROC", "PORT", "JOB", "IFACE", "MAX_RESTARTS")  # fmt: skip
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 MARK = "PARALLEL_LLAMA_TEST"  # set to a job's own id in all its processes, to find survivors by
 
 
@@ -52,7 +53,8 @@ class Result:
 def environment(job, extra=None):
     """The user's environment, with one thread a rank, no hub, no GPUs, and the job's mark."""
     env = {k: v for k, v in os.environ.items() if not k.startswith(OTHERS)}
-    env |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo", MARK: job}
+    env |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": LOOPBACK}
+    env |= {MARK: job}
     env |= {"CUDA_VISIBLE_DEVICES": ""}  # else the device would depend on the number of ranks
     return env | (extra or {})
 
@@ -116,9 +118,9 @@ def command(script, *args, nproc, restarts=0):
     return list(map(str, words))
 
 
-def torchrun(script, *args, nproc, **kwargs):
+def torchrun(script, *args, nproc, restarts=0, **kwargs):
     """`torchrun --standalone --nproc_per_node nproc tasks/script.py args`, as the README has it."""
-    return run(command(script, *args, nproc=nproc), **kwargs)
+    return run(command(script, *args, nproc=nproc, restarts=restarts), **kwargs)
 
 
 # ---------------------------------------------------------------- many short jobs

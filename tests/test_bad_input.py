@@ -178,6 +178,8 @@ USAGE = {
     "prompt too long": (["--new-tokens", "3000"], "tiny takes 2048"),
     "one token": (["--seq-len", "1"], "--seq-len 1"),
     "JSON onto a folder": (["--json", "/tmp"], "--json /tmp"),
+    "no such time": (["--timeout", str(2**40)], "must be a whole number above 0 (below 2**31)"),
+    "no such memory": (["--batch-size", "99999", "--seq-len", str(2**31 - 1)], "out of memory: "),
 }
 
 
@@ -237,6 +239,30 @@ def test_no_such_rank(tmp_path):
     env = {"RANK": "3", "WORLD_SIZE": "2"}
     result = launch.ranks(launch.TASKS / "tp_mlp.py", nproc=1, folder=tmp_path, env=env)
     result.assert_refused("no such rank", 10)
+
+
+def test_closed_directory(monkeypatch):
+    """B2: what the system refuses is one line, too. (Tests may run as root, whom nothing stops.)"""
+    from utils import Run
+
+    def closed():
+        raise PermissionError(13, "Permission denied", "/home/x/llama")
+
+    monkeypatch.setattr(Run, "__init__", lambda self: None)
+    monkeypatch.setattr("torch.distributed.all_gather_object", lambda all, mine: all.append(mine))
+    run = Run()
+    run.world_size = 0
+    with pytest.raises(UserError, match="Permission denied: '/home/x/llama'"):
+        run.together(closed)
+
+
+def test_rope_by_length(directory, tmp_path):
+    """B12: a rank of Ulysses does not see the length that this one depends on."""
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    change_config(directory, rope_parameters=rope)
+    file, args = launch.TASKS / "ulysses_forward.py", ["--model", directory]
+    result = launch.ranks(file, *args, nproc=2, folder=tmp_path)
+    result.assert_refused("RoPE dynamic depends on the sequence's length")
 
 
 @pytest.mark.parametrize("kind", ["gated", "no such revision", "a bad token"])

@@ -242,6 +242,28 @@ def test_stopped(script):
     assert "rank 1 did not come, in 4 s, to what rank 0 waited for at" in result.errors()[0]
 
 
+def test_one_does_not_start(tmp_path):
+    """A6: it hangs before there are collectives; the others say which one it is."""
+    joined = "        store, rank = join_store()\n"
+    hang = "        __import__('time').sleep(60 * rank)\n"
+    plant(tmp_path, "utils.py", joined, joined + hang)
+    file = tmp_path / "starting.py"
+    file.write_text(file.read_text().replace("START_S = 120", "START_S = 3"))
+    args = ["--timeout", 3]
+    result = launch.ranks(tmp_path / f"{FIRST}.py", *args, nproc=2, folder=tmp_path)
+    result.assert_refused("rank 1 did not start within 3 s", 20)
+
+
+def test_download_takes_long(tmp_path):
+    """B9: --timeout is not for it; the other ranks wait."""
+    begin = "    from huggingface_hub import snapshot_download\n"
+    slow = "    __import__('time').sleep(0 if offline else 8)\n    return TINY\n"
+    plant(tmp_path, "loading.py", begin, slow + begin)
+    args = ["--model", "some/llama", "--timeout", 4, *QUICK[FIRST]]
+    result = launch.ranks(tmp_path / f"{FIRST}.py", *args, nproc=2, folder=tmp_path)
+    assert result.code == 0 and result.seconds > 8, result.tail()
+
+
 @pytest.mark.parametrize("own_store", ["0", pytest.param("1", marks=pytest.mark.stress)])
 def test_rank_0_is_stopped(own_store):
     """A6: it is named, also where it is itself who holds the ranks' store."""

@@ -75,11 +75,12 @@ def test_measured_elsewhere(tmp_path, capsys):
         records.add(path, before, {"ranks": 2}, {"seconds": 3})
         records.add(path, before, {"ranks": 2}, {"seconds": 4})
         assert records.resume(path, here) == here | {"runs": []}
-        assert f"speed.{number}.json now" in capsys.readouterr().out
-        kept = json.loads((tmp_path / f"speed.{number}.json").read_text())
+        assert json.loads(path.read_text()) == before  # until something comes in its place
+        records.add(path, here | {"runs": []}, {"ranks": 2}, {"seconds": 5})
+        assert f"speed.{2 * number - 1}.json now" in capsys.readouterr().out
+        kept = json.loads((tmp_path / f"speed.{2 * number - 1}.json").read_text())
         assert kept == before and [run["seconds"] for run in kept["runs"]] == [4]
-    records.add(path, records.resume(path, here), {"ranks": 2}, {"seconds": 5})
-    assert [run["seconds"] for run in records.resume(path, here)["runs"]] == [5]
+        assert [run["seconds"] for run in records.resume(path, here)["runs"]] == [5]
 
 
 @pytest.mark.parametrize("name", ["tp_speed", "longest"])

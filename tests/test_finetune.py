@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import checkpoint
 import data
@@ -104,6 +105,21 @@ def test_plain_peft_opens_what_was_saved(tmp_path):
     assert str(launch.ROOT) not in config and str(tmp_path) not in config
 
 
+def test_result_of_a_bfloat16_model(tmp_path):
+    """B11: trained in float32, its weights are saved so, and opened so, not rounded once more."""
+    from transformers import LlamaForCausalLM
+
+    base, args = tmp_path / "base", ["--peft", "none", "--check-steps", 1, "--steps", 2]
+    LlamaForCausalLM.from_pretrained(TINY).bfloat16().save_pretrained(base)
+    assert '"bfloat16"' in (base / "config.json").read_text()
+    result, _ = finetune(tmp_path, *args, "--model", base, "--output-dir", tmp_path / "o", nproc=2)
+    assert result.code == 0, result.tail()
+    saved = load_file(tmp_path / "o" / "model" / "model.safetensors")
+    opened = LlamaForCausalLM.from_pretrained(tmp_path / "o" / "model")
+    for name, parameter in opened.named_parameters():
+        assert parameter.dtype == torch.float32 and torch.equal(parameter, saved[name])
+
+
 # ---------------------------------------------------------------- killed and stopped
 
 
@@ -167,13 +183,15 @@ def test_killed_ranks(undisturbed, tmp_path):
     assert sorted(p.name for p in (tmp_path / "b").glob("step-*")) == ["step-000010", "step-000012"]
 
 
-def test_interrupted(undisturbed, tmp_path):
-    """A8: Ctrl-C once: a checkpoint of that step, from which --resume comes to the same bits."""
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_interrupted(number, undisturbed, tmp_path):
+    """A8: Ctrl-C once, or a closed terminal: a checkpoint of that step, from which --resume comes
+    to the same bits."""
     _, record = undisturbed
 
     def act(process, out):
         if "\ni=2" in out:
-            process.send_signal(signal.SIGINT)
+            process.send_signal(number)
             return True
         return False
 
@@ -264,7 +282,7 @@ def test_result_cannot_be_saved(tmp_path):
     script = tmp_path / "ulysses_finetune.py"
     result, _ = finetune(tmp_path, "--output-dir", out, nproc=2, script=script)
     result.assert_refused("the adapter was not saved")
-    assert sorted(p.name for p in out.iterdir()) == [".lock", "step-000010"]
+    assert sorted(p.name for p in out.iterdir()) == [".job", ".lock", "step-000010"]
     (out / ".user.part").mkdir()  # not ours
     result, _ = finetune(tmp_path, "--output-dir", out, "--resume")
     assert result.code == 0 and (out / "adapter").is_dir() and (out / ".user.part").is_dir()
@@ -366,7 +384,7 @@ BAD_FLAGS = {
     "an adapter is there": (["--output-dir", "{}/mine", "--resume"], "the adapter there is not"),
     "a model is there": (["--peft", "none", "--output-dir", "{}/mine"], "the model there is not"),
     "a home that is not there": (["--text", "~nobody-here/x"], "cannot be read"),
-    "too many virtual tokens": (["--num-virtual-tokens", 10**10], "at most 1048576"),
+    "too many virtual tokens": (["--num-virtual-tokens", 2**30], "at most 1048576"),
     "an absurd rate": (["--lr", "1e39"], "no more than a million"),
     "nothing to resume from": (["--resume"], "--resume needs --output-dir"),
     "text is missing": (["--text", "{}/none.txt"], "cannot be read"),
@@ -376,6 +394,18 @@ BAD_FLAGS = {
     "sequence of one token": (["--peft", "lora", "--seq-len", 1], "too short"),
     "no learning rate": (["--lr", 0], "must be above 0"),
 }
+
+
+def test_refused_again_and_again(trained, tmp_path):
+    """What torchrun starts again is refused again: only a folder of its own is gone on from."""
+    folder = shutil.copytree(trained, tmp_path / "out")
+    result = launch.torchrun(
+        SCRIPT, "--check-steps", 0, "--steps", 5, "--output-dir", folder, nproc=2, restarts=1
+    )
+    assert result.code and not result.survivors, result.tail()
+    assert len(result.errors()) == 2, result.tail()
+    assert all("add --resume" in line for line in result.errors()), result.tail()
+    assert not (folder / "step-000005").exists()
 
 
 @pytest.mark.parametrize("name", BAD_FLAGS)

@@ -40,8 +40,17 @@ def test_dry_run(name):
     result = launch.run(words, env=env)
     assert result.code == 0 and result.out.count("\n") == 1, result.tail()
     assert "--nproc_per_node 3" in result.out and r"it\'s\ a\ b" in result.out, result.tail()
-    for setting in ("OMP_NUM_THREADS=1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
+    for setting in ("OMP_NUM_THREADS=1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1",
+                    "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=100"):  # fmt: skip
         assert setting in result.out
+
+
+@pytest.mark.parametrize(("visible", "ranks"), [("", 2), ("3", 1), ("0,2,5", 3)])
+def test_ranks_by_visible_gpus(visible, ranks):
+    """Not by those of the machine, of which some are another's."""
+    words = ["bash", LAUNCH / "single_node.sh", "--dry-run", "tasks/tp_llama.py"]
+    result = launch.run(words, env=FAST | {"CUDA_VISIBLE_DEVICES": visible})
+    assert f"--nproc_per_node {ranks} " in result.out, result.tail()
 
 
 WRONG = {

@@ -149,6 +149,7 @@ def test_tiny_llama():
 def test_fewer_gpus_than_ranks(monkeypatch, capsys):
     """--device auto goes to the CPU, and says so; --device cuda is refused."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setattr(os, "_exit", sys.exit)
     device, notice = starting.choose_device("auto")
@@ -156,3 +157,7 @@ def test_fewer_gpus_than_ranks(monkeypatch, capsys):
     with pytest.raises(SystemExit, match="2"):
         starting.choose_device("cuda")
     assert "error: --device cuda: 2 ranks but 1 GPU(s)" in capsys.readouterr().err
+    # One that its driver does not make usable.
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    assert starting.choose_device("auto") == (CPU, None)

@@ -1,6 +1,7 @@
 """Every task script, started as the README starts it, on 1 to 4 ranks."""
 
 import json
+import os
 import re
 
 import pytest
@@ -182,7 +183,8 @@ def test_without_torchrun(script, tmp_path):
     assert "note: 1 rank: nothing is split" in result.out
 
 
-ON_GPUS = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(torch.cuda.device_count())))}
+GPUS = ",".join(map(str, range(torch.cuda.device_count())))
+ON_GPUS = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", GPUS)}
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: NCCL is not tested")
