@@ -49,7 +49,7 @@ def test_dry_run(name):
 def test_ranks_by_visible_gpus(visible, ranks):
     """Not by those of the machine, of which some are another's."""
     words = ["bash", LAUNCH / "single_node.sh", "--dry-run", "tasks/tp_llama.py"]
-    result = launch.run(words, env=FAST | {"CUDA_VISIBLE_DEVICES": visible})
+    result = launch.run(words, env=FAST | {"NPROC": "", "CUDA_VISIBLE_DEVICES": visible})
     assert f"--nproc_per_node {ranks} " in result.out, result.tail()
 
 
