@@ -5,8 +5,11 @@ MODEL ?= tiny
 DEVICE ?= auto
 PYTHON ?= python3
 BIN := .venv/bin
+# Names with spaces, quotes or dollars reach the shell as they are.
+export MODEL DEVICE
 FOUND = $(shell grep -l '__name__ == "__main__"' tasks/*.py)
-SCRIPTS = tasks/tp_mlp.py $(filter-out tasks/tp_mlp.py,$(FOUND))
+FIRST := $(patsubst %,tasks/%.py,tp_mlp tp_attention tp_llama dtensor_llama kv_cache ulysses_forward)
+SCRIPTS = $(FIRST) $(filter-out $(FIRST),$(FOUND))
 
 .PHONY: help demo test test-all stress test-course bench max-seq-len report figures tiny-llama lint clean
 help:
@@ -21,10 +24,11 @@ help:
 
 demo: .venv/ready
 	@set -e; for script in $(SCRIPTS); do \
+	  echo; sed -n '1s/^"""/=== /p' $$script; \
 	  echo "=== OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node $(NPROC) $$script" \
-	    "--model $(MODEL) --device $(DEVICE)"; \
+	    "--model $$MODEL --device $$DEVICE"; \
 	  OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node $(NPROC) $$script \
-	    --model "$(MODEL)" --device $(DEVICE); \
+	    --model "$$MODEL" --device "$$DEVICE"; \
 	done
 
 test: .venv/ready
@@ -70,12 +74,13 @@ COURSE := s/^transformers==.*/transformers==4.48.3/; s/^peft==.*/peft==0.14.0/
 .venv-course/ready: PINS := $(COURSE)
 # A checkout that was moved: the environment's scripts name the old place. Made anew.
 .PHONY: $(shell for dir in .venv .venv-course; do \
-  test ! -e $$dir/ready || grep -qsxF '$(CURDIR)' $$dir/ready || echo $$dir/ready; done)
+  test ! -e $$dir/ready || grep -qsxF "$$(pwd -P)" $$dir/ready || echo $$dir/ready; done)
 
 .venv/ready .venv-course/ready: requirements.txt
+	@command -v $(PYTHON) >/dev/null || { echo "error: PYTHON=$(PYTHON): no such program" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
 	  "error: Python 3.11 or later is needed: make PYTHON=python3.12 ...")'
-	@set -e; dir=$(@D); pins=$$(mktemp); trap 'rm -f "$$pins"' EXIT; \
+	@set -e; dir=$(@D); pins=$$(mktemp); trap 'rm -f "$$pins"' EXIT; trap 'exit 130' INT TERM; \
 	sed '$(PINS)' requirements.txt > "$$pins"; \
 	: "that of a virtual environment is not seen from another one"; \
 	if torch=$$($(PYTHON) -c 'import sys, torch; v = torch.__version__; print(v); \
@@ -96,4 +101,4 @@ COURSE := s/^transformers==.*/transformers==4.48.3/; s/^peft==.*/peft==0.14.0/
 	fi; \
 	test -x $$dir/bin/torchrun || printf '#!/bin/sh\nexec "$$(dirname "$$0")/python" -m %s "$$@"\n' \
 	  torch.distributed.run > $$dir/bin/torchrun && chmod +x $$dir/bin/torchrun; \
-	echo '$(CURDIR)' > $@
+	pwd -P > $@

@@ -21,9 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tasks"))
 from finetuning import load
 from long_sequence import Techniques
 from measuring import interleave, num_threads, ratio
-from training_checks import trained
-from ulysses_finetune import shard_loss
-from ulysses_forward import sequence_parallelize, sum_gradients
+from ulysses_finetune import forward_backward
+from ulysses_forward import sequence_parallelize
 from utils import make_parser, positive, start
 
 
@@ -41,16 +40,13 @@ def main():
         length = args.seq_len - args.num_virtual_tokens
         ids = run.from_rank0(torch.randint(run.source.config.vocab_size, (1, length)))
         alone, own_threads = dist.new_group([0]), torch.get_num_threads()
-        losses, parameters = {}, list(trained(model).values())
+        losses = {}
 
         def step(name, group, techniques):
             if group is run.group or run.rank == 0:
                 with num_threads(own_threads * (run.world_size // group.size())):
-                    loss = shard_loss(model, ids, group, techniques)
-                    loss.backward()
-                    sum_gradients(parameters, group)
+                    losses[name] = forward_backward(model, ids, group, techniques)
                 model.zero_grad()
-                losses[name] = loss.detach()
             yield "step"
 
         tile = {"tile_bytes": 2**30 if run.device.type == "cuda" else 2**23}  # as Task 5 has it

@@ -22,6 +22,7 @@ import transformers  # noqa: E402
 
 from loading import Source  # noqa: E402
 from measuring import is_for_memory  # noqa: E402
+from model_checks import positive  # noqa: E402
 from records import add, machine, resume, torchrun  # noqa: E402
 
 MODEL, PROMPT, GRAIN, STEPS = "random/small", 32, 1.05, 3
@@ -150,8 +151,10 @@ def main():
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     flag = parser.add_argument
-    flag("--budgets", type=int, nargs="+", default=[64, 256], help="MiB a rank; default 64 256")
-    flag("--ranks", type=int, nargs="+", default=[1, 2, 4], help="of ours, with the smallest "
+    flag(
+        "--budgets", type=positive, nargs="+", default=[64, 256], help="MiB a rank; default 64 256"
+    )
+    flag("--ranks", type=positive, nargs="+", default=[1, 2, 4], help="of ours, with the smallest "
         "budget (with others one rank: time grows with the square); default 1 2 4")  # fmt: skip
     flag("--only", choices=CONTENDERS, nargs="+", default=list(CONTENDERS), help="default all, but "
         "what leaves something out with the smallest budget alone")  # fmt: skip

@@ -35,7 +35,7 @@ case ${1-} in
     --dry-run) dry_run=yes && shift ;;
 esac
 script=${1-}
-[[ -f $script ]] || stop "no such task: '$script' (tasks/tp_llama.py, say)"
+[[ -f $script ]] || stop "no such task here: '$script' (tasks/tp_llama.py, say, in the checkout)"
 
 if [[ -z ${TORCHRUN-} ]]; then  # the project's own, after `make demo`; else the one on the PATH
     TORCHRUN=$repo/.venv/bin/torchrun

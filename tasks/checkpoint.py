@@ -49,6 +49,7 @@ def open_folder(run, folder, resumes, result):
                 pass
             run.lock = FileLock(folder / ".lock")  # the system frees it when the process ends
             run.lock.acquire(timeout=0 if restart == "0" else 10)
+            run.claimed = os.stat(folder / ".lock").st_ino
             owner = folder / ".job"
             again = restart != "0" and owner.exists() and owner.read_text() == job
         except Timeout:
@@ -74,6 +75,13 @@ def open_folder(run, folder, resumes, result):
     return folder is not None and (resumes or again)
 
 
+def check_claim(run):
+    """OSError where --output-dir has been removed; what is there by now may be another job's."""
+    lock = run.args.output_dir / ".lock"
+    if not lock.exists() or os.stat(lock).st_ino != run.claimed:
+        raise OSError(f"{run.args.output_dir} was removed while this job wrote there")
+
+
 def save(run, parameters, optimizer, losses, same):
     """Write a checkpoint to --output-dir: all that training needs to go on to the same bits.
 
@@ -94,13 +102,14 @@ def save(run, parameters, optimizer, losses, same):
             tensors[f"optimizer.{key}.{name}"] = value
     record = {"same": same, "losses": losses, "world_size": run.world_size}
     try:
+        check_claim(run)
         save_checkpoint(run.args.output_dir, len(losses), tensors, record)
     except OSError as error:
         folder = run.args.output_dir
         free = shutil.disk_usage(folder).free if folder.exists() else 0
         needed = sum(tensor.nbytes for tensor in tensors.values())
-        run.say(f"note: no checkpoint at step {len(losses)}: {error} ({needed} bytes needed, "
-                f"{free} free)")  # fmt: skip
+        run.say(f"note: no checkpoint at step {len(losses)}: {error} (more than {needed} bytes "
+                f"needed, {free} free)")  # fmt: skip
 
 
 def find(run, same):

@@ -87,6 +87,16 @@ class Comparison:
         self.say(f"check {name}: max|diff| {value:.1e}, mean|diff| {worst['mean_abs_diff']:.1e}, "
                  f"tolerance {bound:.1e} (rank={rank}): ok{verdict}")  # fmt: skip
 
+    def nearest(self):
+        """The check that came nearest to failing, in words; golden values have four digits only."""
+        shares = {
+            check["name"]: check["max_abs_diff"] / check["tolerance"]
+            for check in self.checks
+            if check["tolerance"] and not check["name"].startswith(("golden", "last loss"))
+        }
+        name = max(shares, key=shares.get, default=None)
+        return f"{name} ({shares[name]:.0%} of it)" if name else "none has one"
+
     def check_same_bits(self, name, tensor):
         """All ranks hold the same bits: what a reduction must give, and what replicas must keep."""
         self.check(name, [(tensor, self.from_rank0(tensor))], tolerance=0.0)

@@ -10,11 +10,10 @@ import torch
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from safetensors.torch import save_file
 
-from checkpoint import swap
+from checkpoint import check_claim, swap
 from long_sequence import Techniques, possible
 from measuring import is_for_memory, limited_memory
 from training_checks import base_of, trained
-from ulysses_forward import sum_gradients
 from utils import UserError, is_hub_id
 
 
@@ -66,6 +65,7 @@ def save_result(run, model, final):
     """Rank 0 writes the adapter, or model and tokenizer, as PEFT and transformers have them."""
     if run.rank == 0:
         try:
+            check_claim(run)
             write_result(run, model, final)
         except Exception as error:  # PEFT's and safetensors' own, too
             message = f"--output-dir {final.parent}: the {final.name} was not saved ({error}); "
@@ -91,11 +91,10 @@ def write_result(run, model, final):
     print(f"saved {final}", flush=True)
 
 
-def warm_up(run, model, loss_of, ids):
+def warm_up(run, model, forward_backward, ids):
     """A step of as few tokens as can be, so that threads and libraries have what they keep."""
     if run.args.memory_budget or run.device.type == "cuda":
-        loss_of(model, ids[:1, : max(2, run.world_size)]).backward()
-        sum_gradients(trained(model).values(), run.group)
+        forward_backward(model, ids[:1, : max(2, run.world_size)])
         model.zero_grad()
         aside = torch.nn.Parameter(torch.zeros(1, device=run.device))
         aside.grad = torch.zeros_like(aside)

@@ -100,6 +100,8 @@ class Source:
             self.shapes = {name: tuple(p.shape) for name, p in parameters}
         except Exception as error:  # the library's own validation: say what it says, in one line
             raise UserError(f"{name}: config.json: {' '.join(str(error).split())}") from None
+        if self.config.num_hidden_layers < 1:
+            raise UserError(f"{name}: config.json: a model without layers")
         heads, kv_heads = self.config.num_attention_heads, self.config.num_key_value_heads
         if heads % kv_heads:
             raise UserError(f"{name}: {heads} query heads do not divide by {kv_heads} KV heads")
@@ -234,6 +236,8 @@ def find_directory(name):
     try:
         directory = Path(name).expanduser()
         exists = directory.is_dir()
+        if exists and not os.access(directory, os.R_OK | os.X_OK):
+            raise UserError(f"--model {name}: you may not open this directory")
     except (OSError, RuntimeError):  # a name too long, no such user
         exists = False
     if not exists:
@@ -309,8 +313,9 @@ def read_header(path):
                 if view.get_dtype() not in ("F64", "F32", "F16", "BF16"):
                     raise UserError(f"{path}: tensor {name} is {view.get_dtype()}, not a float")
             return {name: (path, tuple(view.get_shape())) for name, view in views.items()}
-    except FileNotFoundError:
-        raise UserError(f"{path}: missing") from None
+    except FileNotFoundError:  # safetensors' word for a closed file, too
+        said = "cannot be read" if path.exists() else "missing"
+        raise UserError(f"{path}: {said}") from None
     except UserError:
         raise
     except Exception as error:

@@ -153,7 +153,7 @@ def limited_memory(device, budget):
 
 
 # Python's own error, PyTorch's and C++'s, and oneDNN's.
-WANTS_MEMORY = "out of memory", "memoryerror", "alloc", "memory object"
+WANTS_MEMORY = "out of memory", "memoryerror", "alloc", "memory object", "storage size"
 
 
 def is_for_memory(said):
@@ -228,6 +228,8 @@ def say_if_short(run, seconds):
     """Seconds of one process, a measurement each."""
     if statistics.median(seconds) < 0.5:
         run.say("note: times this short say nothing about speed: they are mostly latency")
+    elif max(seconds) > 3 * min(seconds):
+        run.say("note: times this uneven say nothing about speed: the machine does other work")
 
 
 def measure_memory(run, source, parallelize, ids, reduce):

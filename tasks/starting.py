@@ -8,9 +8,11 @@ import signal
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 
+import psutil
 import torch
 import torch.distributed as dist
 from packaging.version import Version
@@ -74,6 +76,15 @@ def end_with_torchrun():
             os._exit(1)  # it is gone already, and we are an orphan
 
 
+def end_sibling(rank):
+    """End another rank of this machine; if it is stopped, torchrun would wait half a minute."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        for process in psutil.Process(os.getppid()).children():
+            with suppress(psutil.Error):
+                if process.environ().get("RANK") == str(rank):
+                    process.kill()
+
+
 def check_writable(path):
     """Refuse an output file that cannot be written, before any work is done."""
     if path is None:
@@ -132,6 +143,7 @@ def agree(store, rank, world_size, args, device):
         try:
             store.wait([f"started/{other}"], datetime.timedelta(seconds=patience))
         except dist.DistError:
+            end_sibling(other)
             fail(f"rank {other} did not start within {patience} s: it hangs, or needs a longer "
                  "--timeout")  # fmt: skip
         everyone.append(json.loads(store.get(f"started/{other}")))

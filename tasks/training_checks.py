@@ -7,7 +7,6 @@ import torch.nn.functional as F
 
 from checkpoint import fingerprint
 from long_sequence import Techniques, possible
-from ulysses_forward import sum_gradients
 from utils import all_gather, kind_of
 
 # What is checked by itself: backward, tiled_loss, tiled_mlp, head_groups.
@@ -40,7 +39,7 @@ def make_optimizer(run, model):
 # ---------------------------------------------------------------- the checks
 
 
-def follow(run, model, loss, batches, steps, reduce=lambda tensors: None, lead=None):
+def follow(run, model, forward_backward, batches, steps, lead=None):
     """Some steps of training: the losses, then of each step all gradients, and what is trained.
 
     lead: what a reference returned. After each step its parameters are taken, so that each step is
@@ -51,10 +50,7 @@ def follow(run, model, loss, batches, steps, reduce=lambda tensors: None, lead=N
     losses, values = [], []
     for i in range(steps):
         optimizer.zero_grad()
-        value = loss(model, batches(i))
-        value.backward()
-        reduce(parameters)
-        losses.append(value.detach())
+        losses.append(forward_backward(model, batches(i)))
         values += [p.grad.clone() for p in parameters]
         optimizer.step()
         values += [p.detach().clone() for p in parameters]
@@ -63,9 +59,11 @@ def follow(run, model, loss, batches, steps, reduce=lambda tensors: None, lead=N
     return [torch.stack(losses), *values]
 
 
-def whole_loss(model, ids):
-    """The single rank's objective: what PEFT and Hugging Face make of labels."""
-    return model(input_ids=ids, labels=ids).loss
+def whole_forward_backward(model, ids):
+    """The single rank's: the gradients, and the loss, that PEFT and Hugging Face make of labels."""
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    return loss.detach()
 
 
 def next_token_loss(logits, labels, vocab_size, **kwargs):
@@ -73,11 +71,11 @@ def next_token_loss(logits, labels, vocab_size, **kwargs):
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
 
-def check_training(run, model, reference, loss, batches, recomputes=None):
+def check_training(run, model, reference, forward_backward, batches, recomputes=None):
     """The first steps of the very training that follows, beside a single-rank run's: the losses.
 
-    reference: on rank 0, the same model and adapter, whole. loss(model, ids, techniques=...): this
-    rank's part. recomputes: how often a layer should run in a step, if that can be counted.
+    reference: on rank 0, the same model and adapter, whole. forward_backward(model, ids): the very
+    function that trains. recomputes: how often a layer should run in a step, where it is counted.
     """
     steps, names = min(run.args.check_steps, run.args.steps), list(trained(model))
     if run.rank == 0 and run.dtype == torch.float64:
@@ -85,12 +83,12 @@ def check_training(run, model, reference, loss, batches, recomputes=None):
     references = run.references(reference)
     before = {name: p.detach().clone() for name, p in trained(model).items()}
 
-    expected = run.expect(lambda m: follow(run, m, whole_loss, batches, steps), references)
+    whole = whole_forward_backward
+    expected = run.expect(lambda m: follow(run, m, whole, batches, steps), references)
     calls = []
     layer = base_of(model).model.layers[0]  # a hook before, since recomputing stops early
     hook = layer.mlp.register_forward_pre_hook(lambda *_: calls.append(1.0))
-    reduce = partial(sum_gradients, group=run.group)
-    actual = follow(run, model, loss, batches, steps, reduce, expected)
+    actual = follow(run, model, forward_backward, batches, steps, expected)
     hook.remove()
     if recomputes:
         runs = torch.tensor(calls).sum() / steps
@@ -116,7 +114,13 @@ def check_training(run, model, reference, loss, batches, recomputes=None):
             clear = torch.stack([size >= 0.1 * size.max() for size in sizes]).all(0)
             for i in of_one:
                 values, others = actual[i + count], expected[i + count]
-                if run.dtype == torch.float32:
+                if run.dtype == torch.bfloat16:
+                    # A gradient above a tenth of the largest may be off by a good part of itself.
+                    # (A step that is not taken, or goes the other way, is --lr or more.)
+                    values, others = torch.where(clear, values, others[0]), others[:1]
+                    rounding = 2**-7 * values.abs().max().item()
+                    bound = max(bound or 0, 0.5 * run.args.lr + rounding)
+                elif run.dtype == torch.float32:
                     # As in `follow`. Where gradients are above a tenth of the largest, they may be
                     # off by 10 times their tolerance, and so may Adam's two means of them and the
                     # step, of --lr; and each step rounds.
@@ -130,23 +134,23 @@ def check_training(run, model, reference, loss, batches, recomputes=None):
                 pairs.append((values, *others))
         run.check(f"{kind} after a step", pairs, bound)
     if recomputes is None:
-        check_techniques(run, model, references, loss, batches, layers)
+        check_techniques(run, model, references, forward_backward, batches, layers)
     restore(model, before)
     return actual[0]
 
 
-def check_techniques(run, model, references, loss, batches, layers):
+def check_techniques(run, model, references, forward_backward, batches, layers):
     """Each technique alone: loss and gradients after the steps before (at first LoRA's are 0)."""
-    expected = run.expect(lambda m: follow(run, m, whole_loss, batches, 1), references)
+    whole = whole_forward_backward
+    expected = run.expect(lambda m: follow(run, m, whole, batches, 1), references)
     before = {name: p.detach().clone() for name, p in trained(model).items()}
     for name, flags in ALONE.items():
         techniques = Techniques(*flags, tile_tokens=7)
         if why := possible(base_of(model), techniques)[1]:
             run.say(f"note: {name}: not checked, {why}")
             continue
-        loss_alone = partial(loss, techniques=techniques)
-        reduce = partial(sum_gradients, group=run.group)
-        actual = follow(run, model, loss_alone, batches, 1, reduce)
+        alone = partial(forward_backward, techniques=techniques)
+        actual = follow(run, model, alone, batches, 1)
         restore(model, before)
         actual[0] = all_gather(actual[0], run.group).sum(0)
         run.check(f"{name}: loss", [(actual[0], *expected[0])])

@@ -106,6 +106,14 @@ def shard_loss(model, ids, group, techniques=None):
     return sum_of_losses(logits, targets[:, first:stop]) / count
 
 
+def forward_backward(model, ids, group, techniques=None):
+    """Fill in the gradients of what is trained, whole on every rank; `shard_loss`, detached."""
+    loss = shard_loss(model, ids, group, techniques)
+    loss.backward()
+    sum_gradients(trained(model).values(), group)
+    return loss.detach()
+
+
 def virtual_tokens(model, batch_size):
     """The virtual prompt, (B, n, H); n is 0 without prompt tuning."""
     configs = getattr(model, "peft_config", {})
@@ -114,23 +122,21 @@ def virtual_tokens(model, batch_size):
     return torch.empty(batch_size, 0, model.config.hidden_size, device=model.device)
 
 
-def train(run, model, optimizer, loss_of, batches, losses, save):
+def train(run, model, optimizer, forward_backward, batches, losses, save):
     """Train until `losses`, one a step, is as long as --steps; those of before a restart are in it.
 
-    loss_of(model, ids): `shard_loss`. batches(i): the ids of step i. save(): called every
-    --save-every steps. A signal to stop reaches all ranks at the same step.
+    batches(i): the ids of step i. save(): called every --save-every steps. A signal to stop reaches
+    all ranks at the same step.
     """
     parameters, stopped, seconds = trained(model), catch_signals(), []
     bar = tqdm(total=run.args.steps, initial=len(losses), disable=run.rank > 0 or None, unit="step")
     for i in range(len(losses), run.args.steps):
         begin = time.perf_counter()
         optimizer.zero_grad()
-        loss = loss_of(model, batches(i))
-        mine = torch.stack([loss.detach().double(), loss.new_tensor(len(stopped)).double()])
+        loss = forward_backward(model, batches(i))
+        mine = torch.stack([loss.double(), loss.new_tensor(len(stopped)).double()])
         parts, stops = all_gather(mine, run.group).T.tolist()
         refuse_nan(i, {f"the loss on rank {rank}": part for rank, part in enumerate(parts)})
-        loss.backward()
-        sum_gradients(parameters.values(), run.group)
         norms = torch._foreach_norm([p.grad for p in parameters.values()])
         refuse_nan(i, dict(zip(parameters, torch.stack(norms).tolist(), strict=True)))
         optimizer.step()
@@ -270,12 +276,13 @@ def finetune(run):
     run.say(f"Parameters: {count} trainable / {total} total")
     check_replicas(run, parameters, "before")
     found = find(run, same) if resumes else None
-    loss_of = partial(shard_loss, group=run.group, techniques=choose_techniques(run, model))
+    techniques = choose_techniques(run, model)
+    compute = partial(forward_backward, group=run.group, techniques=techniques)
     checked = None
     if args.check_steps:
         reference = load(run) if run.rank == 0 else None
         often = None if args.long_sequence else 2 if args.gradient_checkpointing else 1
-        checked = check_training(run, model, reference, loss_of, batches, often)
+        checked = check_training(run, model, reference, compute, batches, often)
         del reference
 
     optimizer = make_optimizer(run, model)
@@ -284,9 +291,9 @@ def finetune(run):
 
     def training():
         write = partial(save, run, parameters, optimizer, losses, same)
-        seconds.extend(train(run, model, optimizer, loss_of, batches, losses, write))
+        seconds.extend(train(run, model, optimizer, compute, batches, losses, write))
 
-    idle = peak_memory(run, lambda: warm_up(run, model, loss_of, ids))
+    idle = peak_memory(run, lambda: warm_up(run, model, compute, ids))
     peaks = peak_memory(run, lambda: within_budget(run, length, training))
     digest = check_replicas(run, parameters, "after")
     if checked is not None:

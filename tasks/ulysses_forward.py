@@ -324,6 +324,7 @@ def show_bytes(run, parallel, ids):
     said = " and ".join("?" if n is None else f"{n:,.0f}" for n in sent)
     run.say(
         f"bytes sent per rank and layer, forward and backward: {said}; formula {expected:,.0f} each"
+        " (on the loopback device, other programs' included)"
     )
     run.results |= {"sent_bytes": sent, "formula_bytes": expected}
 

@@ -170,6 +170,7 @@ def start(args):
         yield run
         assert run.checks, "a script that checks nothing must not pass"
         run.write_json()
+        run.say(f"{len(run.checks)} checks, nearest to its tolerance: {run.nearest()}")
         watch.stop()
     except UserError as error:
         fail(error)

@@ -179,6 +179,7 @@ USAGE = {
     "one token": (["--seq-len", "1"], "--seq-len 1"),
     "JSON onto a folder": (["--json", "/tmp"], "--json /tmp"),
     "no such time": (["--timeout", str(2**40)], "must be a whole number above 0 (below 2**31)"),
+    "no such size": (["--batch-size", str(2**31 - 1), "--seq-len", str(2**31 - 1)], "out of"),
     "no such memory": (["--batch-size", "99999", "--seq-len", str(2**31 - 1)], "out of memory: "),
 }
 

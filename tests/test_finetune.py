@@ -55,6 +55,14 @@ def test_float32(peft, tmp_path):
     assert result.code == 0 and result.out.count("Tests passed") == 3, result.tail()
 
 
+@pytest.mark.parametrize("peft", ["prompt", "lora", "none"])
+def test_bfloat16(peft, odd_llama, tmp_path):
+    """Of an untrained model, whose gradients are next to nothing here and there."""
+    args = ["--model", odd_llama, "--dtype", "bfloat16", "--peft", peft, "--check-steps", 3]
+    result, _ = finetune(tmp_path, *args, "--steps", 3, nproc=2)
+    assert result.code == 0 and result.out.count("Tests passed") == 2, result.tail()
+
+
 def test_printed_lines(tmp_path):
     """What the assignment prints, and a loss that goes down."""
     result, record = finetune(tmp_path, "--steps", 12, nproc=2)
@@ -349,7 +357,7 @@ def test_checkpoint_of_another_run(flag, value, named, trained, tmp_path):
 
 def test_not_a_number_on_one_rank(tmp_path):
     """E1: all ranks stop before the optimizer; the line names the rank and the step."""
-    right = "        loss = loss_of(model, batches(i))\n"
+    right = "        loss = forward_backward(model, batches(i))\n"
     wrong = "        loss = loss * (float('nan') if i == 3 and run.rank == 1 else 1)\n"
     plant(tmp_path, "ulysses_finetune.py", right, right + wrong)
     args = ["--output-dir", tmp_path / "out", "--save-every", 2]
@@ -361,9 +369,9 @@ def test_not_a_number_on_one_rank(tmp_path):
 
 
 def test_not_a_number_in_a_gradient(tmp_path):
-    plant(tmp_path, "ulysses_finetune.py", "sum_gradients(parameters.values(), run.group)",
-          "sum_gradients(parameters.values(), run.group)\n"
-          "        next(iter(parameters.values())).grad *= float('inf') ** (i == 1)")  # fmt: skip
+    right = "        norms = torch._foreach_norm("
+    wrong = "        next(iter(parameters.values())).grad *= float('inf') ** (i == 1)\n"
+    plant(tmp_path, "ulysses_finetune.py", right, wrong + right)
     result, _ = finetune(tmp_path, nproc=2, script=tmp_path / "ulysses_finetune.py")
     result.assert_refused("step 1: prompt_encoder.default.embedding.weight is")
 
@@ -424,6 +432,23 @@ def test_two_runs_in_one_folder(tmp_path):
     with FileLock(tmp_path / ".lock"):
         result, _ = finetune(tmp_path, "--output-dir", tmp_path)
     result.assert_refused("another run is writing there")
+
+
+def test_folder_was_replaced(tmp_path):
+    """A14: a job whose folder was removed leaves alone what another has put in its place."""
+    out, lock = tmp_path / "out", tmp_path / "out" / ".lock"
+    out.mkdir()
+    with open(lock, "w"):  # while it is open, nothing else gets its number
+        args = SimpleNamespace(output_dir=out)
+        run = SimpleNamespace(args=args, claimed=os.stat(lock).st_ino)
+        checkpoint.check_claim(run)
+        shutil.rmtree(out)
+        with pytest.raises(OSError, match="was removed"):
+            checkpoint.check_claim(run)
+        out.mkdir()
+        lock.touch()
+        with pytest.raises(OSError, match="was removed"):
+            checkpoint.check_claim(run)
 
 
 def test_longer_than_the_model_was_made_for(tmp_path, odd_llama):

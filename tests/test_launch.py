@@ -54,7 +54,7 @@ def test_ranks_by_visible_gpus(visible, ranks):
 
 
 WRONG = {
-    "no task": ("single_node.sh", ["tasks/no.py"], {}, "no such task: 'tasks/no.py'"),
+    "no task": ("single_node.sh", ["tasks/no.py"], {}, "no such task here: 'tasks/no.py'"),
     "no number": ("single_node.sh", ["tasks/tp_mlp.py"], {"NPROC": "two"}, "NPROC=two"),
     "no head": ("multi_node.sh", ["tasks/tp_mlp.py"], {}, "HEAD is not set"),
     "no such head": ("multi_node.sh", ["tasks/tp_mlp.py"], {"HEAD": "no.such.invalid"}, "HEAD="),

@@ -402,8 +402,14 @@ BUGS = {
         "torch.manual_seed(args.seed + run.rank)", "hash of what is trained, before",
     ),
     "the adapter's replicas part": (
+        "ulysses_finetune", 2, "ulysses_finetune.py", "        optimizer.step()\n        losses",
+        "        optimizer.step()\n"
+        "        next(iter(parameters.values())).data += run.rank * 1e-7\n        losses",
+        "hash of what is trained, after",
+    ),
+    "the ranks' gradients are not summed": (
         "ulysses_finetune", 2, "ulysses_finetune.py",
-        "sum_gradients(parameters.values(), run.group)", "pass", "hash of what is trained, after",
+        "sum_gradients(trained(model).values(), group)", "pass", "grad",
     ),
     "trained from where the check ended": (
         "ulysses_finetune --no-long-sequence", 2, "training_checks.py",
