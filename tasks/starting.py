@@ -142,11 +142,11 @@ def agree(store, rank, world_size, args, device):
     for other in range(world_size):
         try:
             store.wait([f"started/{other}"], datetime.timedelta(seconds=patience))
-        except dist.DistError:
+            everyone.append(json.loads(store.get(f"started/{other}")))
+        except dist.DistError:  # or rank 0, which may hold the store, has refused and gone
             end_sibling(other)
             fail(f"rank {other} did not start within {patience} s: it hangs, or needs a longer "
                  "--timeout")  # fmt: skip
-        everyone.append(json.loads(store.get(f"started/{other}")))
     for rank, theirs in enumerate(everyone):
         for name in sorted(everyone[0].keys() | theirs.keys()):
             first, other = everyone[0].get(name), theirs.get(name)

@@ -219,7 +219,7 @@ class Working:
 
 @pytest.mark.parametrize(
     ("script", "rank"),
-    [(FIRST, 0), ("ulysses_finetune", 1)]
+    [(FIRST, 0)]
     + [pytest.param(s, rank, marks=pytest.mark.stress) for s in ENDLESS for rank in (0, 1)],
 )
 def test_killed(script, rank):
@@ -276,7 +276,7 @@ def test_rank_0_is_stopped(own_store):
     assert len(result.errors()) == 1 and "rank 0 d" in result.errors()[0], result.tail()
 
 
-@pytest.mark.parametrize("script", stressed(ENDLESS))
+@pytest.mark.parametrize("script", stressed(ENDLESS, [FIRST]))
 def test_torchrun_is_killed(script):
     """A7: its ranks end with it."""
     with Working(script) as job:
@@ -284,7 +284,7 @@ def test_torchrun_is_killed(script):
         assert not job.end(8).survivors
 
 
-@pytest.mark.parametrize("script", stressed(ENDLESS))
+@pytest.mark.parametrize("script", stressed(ENDLESS, [FIRST]))
 def test_interrupted(script):
     """A8: Ctrl-C ends all, within seconds, without a rank's traceback."""
     with Working(script) as job:
@@ -294,6 +294,7 @@ def test_interrupted(script):
     assert "[rank" not in result.err and not result.errors(), result.tail()
 
 
+@pytest.mark.stress
 def test_interrupted_at_the_start(tmp_path):
     """A8: one rank would end at once, the other save: that the first is gone is no error then."""
     ready = "trained(model), catch_signals(), []"
@@ -337,7 +338,7 @@ def test_from_elsewhere(script, tmp_path):
     assert after == before
 
 
-@pytest.mark.parametrize("script", stressed(launch.SCRIPTS, ["ulysses_finetune"]))
+@pytest.mark.parametrize("script", stressed(launch.SCRIPTS, []))
 def test_same_command_twice(script, tmp_path):
     """E3: the same differences, losses and hashes, to the bit."""
     records = []

@@ -23,6 +23,7 @@ SPEED = launch.ROOT / "figures" / "tp_speed.py"
 DIAGRAMS = launch.ROOT / "figures" / "diagrams.json"
 
 
+@pytest.mark.stress
 def test_bytes_on_the_wire(tmp_path):
     """Every technique sends what its formula says, within 2 %, and its loss is the reference's."""
     output = tmp_path / "speed.json"

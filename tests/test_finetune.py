@@ -47,7 +47,7 @@ def test_float64(peft, nproc, tmp_path):
     assert len(record["losses"]) == 10 and record["losses"][9] < record["losses"][4], result.tail()
 
 
-@pytest.mark.parametrize("peft", ["lora", "none"])
+@pytest.mark.parametrize("peft", ["lora", pytest.param("none", marks=pytest.mark.stress)])
 def test_float32(peft, tmp_path):
     """On the rank count where Adam, let loose, would amplify a gradient's rounding."""
     args = ["--peft", peft, "--check-steps", 3, "--steps", 3]
@@ -55,7 +55,7 @@ def test_float32(peft, tmp_path):
     assert result.code == 0 and result.out.count("Tests passed") == 3, result.tail()
 
 
-@pytest.mark.parametrize("peft", ["prompt", "lora", "none"])
+@pytest.mark.parametrize("peft", [pytest.param("prompt", marks=pytest.mark.stress), "lora", "none"])
 def test_bfloat16(peft, odd_llama, tmp_path):
     """Of an untrained model, whose gradients are next to nothing here and there."""
     args = ["--model", odd_llama, "--dtype", "bfloat16", "--peft", peft, "--check-steps", 3]
@@ -191,7 +191,9 @@ def test_killed_ranks(undisturbed, tmp_path):
     assert sorted(p.name for p in (tmp_path / "b").glob("step-*")) == ["step-000010", "step-000012"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGHUP, marks=pytest.mark.stress)]
+)
 def test_interrupted(number, undisturbed, tmp_path):
     """A8: Ctrl-C once, or a closed terminal: a checkpoint of that step, from which --resume comes
     to the same bits."""

@@ -126,7 +126,7 @@ def on_nodes(nodes, head, job, folder, args, nproc=1):
 
 @pytest.mark.parametrize(
     ("script", "nproc"),
-    [("tp_llama", 1), ("ulysses_finetune", 1)]
+    [("ulysses_finetune", 1), pytest.param("tp_llama", 1, marks=pytest.mark.stress)]
     + [pytest.param(s, 2, marks=pytest.mark.stress) for s in launch.SCRIPTS],
 )
 def test_two_machines(script, nproc, two_nodes, tmp_path):

@@ -24,8 +24,11 @@ from training_checks import ALONE
 SCRIPT = launch.TASKS / "ulysses_finetune.py"
 
 
+ON_TWO = pytest.param("lora", 2, marks=pytest.mark.stress)  # as Task 5 by itself
+
+
 @pytest.mark.parametrize(
-    ("peft", "nproc"), [("lora", 1), ("lora", 2), ("lora", 3), ("lora", 4), ("prompt", 2)]
+    ("peft", "nproc"), [("lora", 1), ON_TWO, ("lora", 3), ("lora", 4), ("prompt", 2)]
 )
 def test_float64(peft, nproc, tmp_path, odd_llama):
     """Each technique alone and all together, a batch of 2, a prime length, odd numbers of heads."""

@@ -60,7 +60,8 @@ def test_as_shown(script, tmp_path):
 
 
 STRESS = pytest.mark.stress
-BY = [("forked", nproc) for nproc in (1, 2, 3, 4)]
+# (On two ranks `test_as_shown` runs the commands of the README.)
+BY = [pytest.param("forked", nproc, marks=[STRESS] * (nproc == 2)) for nproc in (1, 2, 3, 4)]
 BY += [pytest.param("torchrun", nproc, marks=STRESS) for nproc in (1, 2, 3, 4)]
 
 
@@ -126,7 +127,7 @@ def test_odd_llama(script, nproc, tmp_path, odd_llama, shallow_llama):
 
 @pytest.mark.parametrize(
     "script",
-    ["tp_llama", *(pytest.param(s, marks=STRESS) for s in ("dtensor_llama", "ulysses_forward"))],
+    [pytest.param(s, marks=STRESS) for s in ("tp_llama", "dtensor_llama", "ulysses_forward")],
 )
 def test_eight_ranks(script, tmp_path):
     """One query head a rank, and each of the 4 KV heads on two of them."""
@@ -144,7 +145,7 @@ def test_bfloat16(script, tmp_path):
     assert result.code == 0 and result.out.count("Tests passed") == 2, result.tail()
 
 
-@pytest.mark.parametrize("nproc", [1, 2])
+@pytest.mark.parametrize("nproc", [1, pytest.param(2, marks=STRESS)])
 def test_overfitting(nproc, tmp_path):
     """Task 3's fallback: one batch to almost no loss, along the single rank's curve."""
     args = ["--overfit", 40, "--dtype", "float64", "--repeats", 0]
