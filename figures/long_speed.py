@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tasks"))
 
-from finetuning import load
+from finetuning import default_tile_mib, load
 from long_sequence import Techniques
 from measuring import interleave, num_threads, ratio
 from ulysses_finetune import forward_backward
@@ -49,7 +49,7 @@ def main():
                 model.zero_grad()
             yield "step"
 
-        tile = {"tile_bytes": 2**30 if run.device.type == "cuda" else 2**23}  # as Task 5 has it
+        tile = {"tile_bytes": default_tile_mib(run.device) * 2**20}
         checkpointing = Techniques("checkpoint", head_groups=False, **tile)
         ranks = f"long_sequence.py, {run.world_size} rank(s)"
         contenders = {

@@ -23,7 +23,7 @@ import transformers  # noqa: E402
 from loading import Source  # noqa: E402
 from measuring import is_for_memory  # noqa: E402
 from model_checks import positive  # noqa: E402
-from records import add, machine, resume, torchrun  # noqa: E402
+from records import add, machine, resume, threads_of, torchrun  # noqa: E402
 
 MODEL, PROMPT, GRAIN, STEPS = "random/small", 32, 1.05, 3
 TILE = 2**23  # as long_sequence.py has it on a CPU
@@ -104,10 +104,6 @@ def command(name, length, budget):
 
 
 # ---------------------------------------------------------------- the search
-
-
-def threads_of(ranks):
-    return max(1, torch.get_num_threads() // ranks)
 
 
 def fits(name, ranks, length, budget):

@@ -28,6 +28,11 @@ def torchrun(script, ranks, *flags, threads=1, stderr=None, **env):
         return None if done.returncode else json.loads(path.read_text()), done
 
 
+def threads_of(ranks):
+    """All cores, shared out."""
+    return max(1, torch.get_num_threads() // ranks)
+
+
 def machine():
     """What the numbers were measured on."""
     name = platform.processor() or platform.machine()

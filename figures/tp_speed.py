@@ -32,7 +32,7 @@ from torch.distributed.tensor.parallel import loss_parallel  # noqa: E402
 from dtensor_llama import dtensor_parallelize, whole_logits  # noqa: E402
 from kv_cache import choose_among_ranks, choose_whole, generation  # noqa: E402
 from measuring import bytes_sent, interleave, kept_memory, ratio, training_step  # noqa: E402
-from records import add, machine, resume, torchrun  # noqa: E402
+from records import add, machine, resume, threads_of, torchrun  # noqa: E402
 from tp_llama import tensor_parallelize  # noqa: E402
 from utils import DTYPES, make_parser, natural, positive, start  # noqa: E402
 
@@ -263,7 +263,7 @@ def drive(args):
 def job(ranks, threads, flags, *switches):
     """The record of one combination under torchrun; None where it failed."""
     words = [word for name, value in flags.items() for word in (f"--{name}", value)]
-    threads = threads or max(1, torch.get_num_threads() // ranks)
+    threads = threads or threads_of(ranks)
     record, done = torchrun(__file__, ranks, *words, *switches, threads=threads)
     if not record:
         print(done.stdout[-2000:], flush=True)

@@ -41,13 +41,17 @@ def load(run, parallelize=None):
     return model.train()  # PEFT leaves it in eval, where checkpointing does nothing
 
 
+def default_tile_mib(device):
+    return 1024 if device.type == "cuda" else 8
+
+
 def choose_techniques(run, model):
     """What saves memory: as the flags and the model have it; None for Task 4's own forward."""
     args = run.args
     if not args.long_sequence:
         return None
     backward = "saved-outputs" if args.saved_outputs else "checkpoint"
-    mib = args.tile_mib or (1024 if run.device.type == "cuda" else 8)
+    mib = args.tile_mib or default_tile_mib(run.device)
     if args.memory_budget and not args.tile_mib:  # a small part of it
         mib = max(8, min(mib, args.memory_budget // 2**25))
     flags = args.tiled_loss, args.tiled_mlp, args.head_groups, args.offload

@@ -59,7 +59,7 @@ def follow(run, model, forward_backward, batches, steps, lead=None):
     return [torch.stack(losses), *values]
 
 
-def whole_forward_backward(model, ids):
+def whole_step(model, ids):
     """The single rank's: the gradients, and the loss, that PEFT and Hugging Face make of labels."""
     loss = model(input_ids=ids, labels=ids).loss
     loss.backward()
@@ -83,8 +83,7 @@ def check_training(run, model, reference, forward_backward, batches, recomputes=
     references = run.references(reference)
     before = {name: p.detach().clone() for name, p in trained(model).items()}
 
-    whole = whole_forward_backward
-    expected = run.expect(lambda m: follow(run, m, whole, batches, steps), references)
+    expected = run.expect(lambda m: follow(run, m, whole_step, batches, steps), references)
     calls = []
     layer = base_of(model).model.layers[0]  # a hook before, since recomputing stops early
     hook = layer.mlp.register_forward_pre_hook(lambda *_: calls.append(1.0))
@@ -141,8 +140,7 @@ def check_training(run, model, reference, forward_backward, batches, recomputes=
 
 def check_techniques(run, model, references, forward_backward, batches, layers):
     """Each technique alone: loss and gradients after the steps before (at first LoRA's are 0)."""
-    whole = whole_forward_backward
-    expected = run.expect(lambda m: follow(run, m, whole, batches, 1), references)
+    expected = run.expect(lambda m: follow(run, m, whole_step, batches, 1), references)
     before = {name: p.detach().clone() for name, p in trained(model).items()}
     for name, flags in ALONE.items():
         techniques = Techniques(*flags, tile_tokens=7)
