@@ -3,12 +3,13 @@
     python figures/tp_speed.py                # all of it, into figures/tp_speed.json
     python figures/tp_speed.py --ranks 2 --seq-lens 512 --repeats 3
 
-Each technique is measured beside one process that has as many cores (or one GPU): forward,
-backward, and cached generation, in turns, on the same weights, after a check that both give the
-same loss. What is quoted is the slowest rank's seconds, and medians of ratios of neighbours. A step
-is also run under the profiler, and its bytes on the wire are held against the formula.
+All are measured beside one process that has as many cores (or one GPU): forward, backward, and
+cached generation, in turns, on the same weights, after a check that each gives the same loss. What
+is quoted is the slowest rank's seconds, and medians of ratios of neighbours. A step is also run
+under the profiler, and its bytes on the wire are held against the formula.
 
-Without torchrun this is the driver, which starts itself under torchrun for every combination.
+Without torchrun this is the driver, which starts itself under torchrun for every number of ranks
+and of tokens.
 """
 
 import argparse
@@ -27,6 +28,7 @@ sys.path.insert(0, str(HERE.parent / "tasks"))
 import torch  # noqa: E402
 import transformers  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
+from torch.distributed.tensor import DTensor  # noqa: E402
 from torch.distributed.tensor.parallel import loss_parallel  # noqa: E402
 
 from dtensor_llama import dtensor_parallelize, whole_logits  # noqa: E402
@@ -38,6 +40,7 @@ from utils import DTYPES, make_parser, natural, positive, start  # noqa: E402
 
 MODEL = "random/llama-3.2-1b"
 PROMPT, NEW_TOKENS = 128, 32
+LONG = 1024  # tokens; beyond, half of a cut model's layers: else 4 ranks do not fit into 24 GiB
 # Names in the profile under which a rank waits for others: the collectives, and the functions of
 # Task 2 that call them and do nothing else.
 WAITING = ("nccl", "c10d::", "_c10d_functional::", "CopyToRanks", "SumOverRanks", "GatherShares",
@@ -126,59 +129,87 @@ TECHNIQUES = {"hand-made": HandMade, "DTensor": DTensorPlan, "transformers": Tra
 
 
 def measure(args):
-    """Everything about one technique at one length, on the ranks of this job."""
+    """Everything about the techniques at one length, on the ranks of this job."""
     with start(args) as run:
-        technique, config = TECHNIQUES[args.technique](run), run.source.config
-        reference = run.source.load_model(run.dtype, run.device) if run.rank == 0 else None
-        if args.giving_back and reference and run.device.type == "cpu":
-            into_file(reference)
-        parallel = run.source.load_model(run.dtype, run.device, technique.parallelize)
+        techniques = {name: TECHNIQUES[name](run) for name in args.techniques}
+        load, config = partial(run.source.load_model, run.dtype, run.device), run.source.config
+        models = {"single": load() if run.rank == 0 else None}
+        models |= {name: load(technique.parallelize) for name, technique in techniques.items()}
+        in_files = args.giving_back and run.device.type == "cpu"
+        for model in models.values() if in_files else ():
+            into_file(model)
         ids = run.from_rank0(torch.randint(config.vocab_size, (1, args.seq_len)))
         own_threads = torch.get_num_threads()
         at_most = max(own_threads, os.cpu_count())
-        threads = {"single": min(own_threads * run.world_size, at_most), "parallel": own_threads}
-        models = {"single": reference, "parallel": parallel}
+        single_threads = min(own_threads * run.world_size, at_most)
+
+        def read_back(model):
+            for weight in local_weights(model) if in_files else ():
+                weight.detach().sum()
+            yield "reading back"
 
         def train(name):
-            with technique.context() if name == "parallel" else contextlib.nullcontext():
-                yield from training_step(models[name], ids, threads[name])
+            model, technique = models[name], techniques.get(name)
+            yield from read_back(model)
+            with technique.context() if technique else contextlib.nullcontext():
+                yield from training_step(model, ids, own_threads if technique else single_threads)
 
         def decode(name):
-            choose = technique.choose if name == "parallel" else choose_whole
-            prompt = ids[:, :PROMPT]
-            return generation(models[name], prompt, args.new_tokens, choose, threads[name])
+            model, technique = models[name], techniques.get(name)
+            yield from read_back(model)
+            choose, threads = choose_whole, single_threads
+            if technique:
+                choose, threads = technique.choose, own_threads
+            yield from generation(model, ids[:, :PROMPT], args.new_tokens, choose, threads)
 
-        with technique.context(), torch.no_grad():
-            loss = parallel(ids, labels=ids).loss
-            references = run.references(reference)
+        with torch.no_grad():
+            references = run.references(models["single"])
             expected = run.expect(lambda model: [model(ids, labels=ids).loss], references)
-        run.check("loss", [(loss, *expected[0])])
-        forward, backward = technique.formula(
-            config.num_hidden_layers, args.seq_len, config.hidden_size, config.vocab_size,
-            run.world_size, run.dtype.itemsize,
-        )  # fmt: skip
-        phases = train("parallel")
-        sent = [bytes_sent(run, lambda: next(phases)), bytes_sent(run, lambda: next(phases))]
-        list(phases)
-        results = {"sent_bytes": sent, "formula_bytes": [forward, backward], "threads": threads,
-                   "giving_back": args.giving_back}  # fmt: skip
+        for name, technique in techniques.items():
+            with technique.context(), torch.no_grad():
+                loss = models[name](ids, labels=ids).loss
+            run.check(f"{name}: loss", [(loss, *expected[0])])
+            formula = technique.formula(
+                config.num_hidden_layers, args.seq_len, config.hidden_size, config.vocab_size,
+                run.world_size, run.dtype.itemsize,
+            )  # fmt: skip
+            phases = train(name)
+            next(phases)
+            sent = [bytes_sent(run, lambda phases=phases: next(phases)) for _ in formula]
+            list(phases)
+            run.results[name] = {
+                "sent_bytes": sent, "formula_bytes": formula, "giving_back": args.giving_back,
+                "threads": {"single": single_threads, "parallel": own_threads},
+            }  # fmt: skip
+        times, profiles = {name: {} for name in models}, {}
         for task in (train, decode) if args.new_tokens else (train,):
             contenders = {name: partial(task, name) for name in models}
-            # Both have run already, for the loss and the bytes: one more turn to warm up.
+            # All have run already, for the loss and the bytes: one more turn to warm up.
             timed = interleave(run, contenders, args.repeats, 1, not args.giving_back)
             for name, seconds in timed.items():
-                results.setdefault(name, {}).update(seconds)
+                times[name] |= {k: laps for k, laps in seconds.items() if k != "reading back"}
         if args.new_tokens:  # the shortest length: both take minutes, and tell the same at others
-            results["profile"] = {name: profile(run, partial(train, name)) for name in models}
-        run.results |= results
+            profiles = {name: profile(run, partial(train, name)) for name in models}
+        for name in techniques:
+            sides = {"single": "single", "parallel": name}
+            run.results[name] |= {side: times[of] for side, of in sides.items()}
+            if profiles:
+                run.results[name]["profile"] = {k: profiles[of] for k, of in sides.items()}
+
+
+def local_weights(model):
+    """The tensors that a model (None: has none) keeps on this rank."""
+    weights = model.parameters() if model else ()
+    with torch.no_grad():
+        return [w.to_local() if isinstance(w, DTensor) else w for w in weights]
 
 
 def into_file(model):
     """Weights in a file that is mapped into memory: dropped from there while others need it."""
-    for parameter in model.parameters():
+    for weight in local_weights(model):
         with tempfile.NamedTemporaryFile() as file:  # gone with the process
-            mapped = torch.from_file(file.name, True, parameter.numel(), dtype=parameter.dtype)
-        parameter.data = mapped.view_as(parameter).copy_(parameter.data)
+            mapped = torch.from_file(file.name, True, weight.numel(), dtype=weight.dtype)
+        weight.data = mapped.view_as(weight).copy_(weight.data)
 
 
 @kept_memory()
@@ -223,48 +254,48 @@ def drive(args):
     }  # fmt: skip
     whole = resume(args.output, setting)
     shortest = min([*args.seq_lens, *(run["seq_len"] for run in whole["runs"])])
-    jobs = [(p, s, t) for s in args.seq_lens for p in args.ranks for t in args.techniques]
-    jobs = [job for job in jobs if job[0] > 1 or job[2] != "transformers"]  # its plan needs two
-    if args.missing:
-        there = {(run["world_size"], run["seq_len"], run["technique"]) for run in whole["runs"]}
-        jobs = [job for job in jobs if job not in there]
+    there = {(run["world_size"], run["seq_len"], run["technique"]) for run in whole["runs"]}
+    jobs = []
+    for seq_len in args.seq_lens:
+        for ranks in args.ranks:
+            # transformers' plan needs two.
+            wanted = [t for t in args.techniques if ranks > 1 or t != "transformers"]
+            if args.missing:
+                wanted = [t for t in wanted if (ranks, seq_len, t) not in there]
+            jobs += [(ranks, seq_len, wanted)] if wanted else []
     failed = []
-    for number, (ranks, seq_len, technique) in enumerate(jobs, 1):
-        print(f"[{number}/{len(jobs)}] {technique}, {ranks} rank(s), {seq_len} tokens", flush=True)
-        flags = {"technique": technique, "seq-len": seq_len, "model": args.model,
-                 "repeats": args.repeats, "dtype": args.dtype,
-                 "new-tokens": NEW_TOKENS if seq_len == shortest else 0}  # fmt: skip
-        if cut:
-            flags["num-layers"] = args.num_layers
-        record = job(ranks, args.threads, flags)
+    for number, (ranks, seq_len, techniques) in enumerate(jobs, 1):
+        what = f"{', '.join(techniques)} on {ranks} rank(s) at {seq_len} tokens"
+        print(f"[{number}/{len(jobs)}] {time.strftime('%H:%M')} {what}", flush=True)
+        layers = args.num_layers if seq_len <= LONG else max(1, args.num_layers // 2)
+        flags = {"seq-len": seq_len, "model": args.model, "dtype": args.dtype,
+                 "repeats": args.repeats, "new-tokens": NEW_TOKENS if seq_len == shortest else 0,
+                 **({"num-layers": layers} if cut else {})}  # fmt: skip
+        words = [word for name, value in flags.items() for word in (f"--{name}", value)]
+        words += ["--techniques", *techniques]
+        record = job(ranks, args.threads, words)
         if not record:
             print("    that job failed: again, giving back memory at once", flush=True)
-            record = job(ranks, args.threads, flags, "--giving-back")
-        if not record and cut and args.num_layers > 1:
-            flags["num-layers"] = args.num_layers // 2
-            print(f"    and again, with {flags['num-layers']} layer(s)", flush=True)
-            if record := job(ranks, args.threads, flags, "--giving-back"):
-                record["num_layers"] = flags["num-layers"]
+            record = job(ranks, args.threads, [*words, "--giving-back"])
         if not record:
-            failed.append(f"{technique} on {ranks} rank(s) at {seq_len} tokens")
+            failed.append(what)
             continue
-        key = {"technique": technique, "seq_len": seq_len, "world_size": ranks}
-        add(args.output, whole, key, record)
-        times = record["results"]
-        for phase in times["parallel"]:
-            single, ours = times["single"][phase], times["parallel"][phase]
-            print(f"    {phase}: {statistics.median(ours):.3f} s, of the single process's time "
-                  f"{ratio(ours, single)}", flush=True)  # fmt: skip
+        for technique, results in record.pop("results").items():
+            key = {"technique": technique, "seq_len": seq_len, "world_size": ranks}
+            fewer = {"num_layers": layers} if cut and layers < args.num_layers else {}
+            add(args.output, whole, key, record | fewer | {"results": results})
+            for phase, ours in results["parallel"].items():
+                share = ratio(ours, results["single"][phase])
+                print(f"    {technique}, {phase}: {statistics.median(ours):.3f} s, of the single "
+                      f"process's time {share}", flush=True)  # fmt: skip
     if failed:
-        sys.exit(f"error: failed: {', '.join(failed)}; the rest is in {args.output}")
+        sys.exit(f"error: failed: {'; '.join(failed)}. The rest is in {args.output}")
     print(f"wrote {args.output}")
 
 
-def job(ranks, threads, flags, *switches):
-    """The record of one combination under torchrun; None where it failed."""
-    words = [word for name, value in flags.items() for word in (f"--{name}", value)]
-    threads = threads or threads_of(ranks)
-    record, done = torchrun(__file__, ranks, *words, *switches, threads=threads)
+def job(ranks, threads, words):
+    """The record of one number of ranks and tokens under torchrun; None where it failed."""
+    record, done = torchrun(__file__, ranks, *words, threads=threads or threads_of(ranks))
     if not record:
         print(done.stdout[-2000:], flush=True)
     return record
@@ -280,7 +311,7 @@ def at_least_prompt(text):
 def main():
     if "RANK" in os.environ:
         parser = make_parser(__doc__)
-        parser.add_argument("--technique", choices=TECHNIQUES, required=True)
+        parser.add_argument("--techniques", choices=TECHNIQUES, nargs="+", required=True)
         parser.add_argument("--seq-len", type=positive, default=512, help="tokens; default 512")
         parser.add_argument("--repeats", type=positive, default=7, help="default 7")
         parser.add_argument(
@@ -293,7 +324,7 @@ def main():
             "--giving-back",
             action="store_true",
             help="hand freed memory back to the system at once, which makes steps slower, and keep "
-            "the single process's weights in a file: for want of memory",
+            "weights in files: for want of memory",
         )
         measure(parser.parse_args())
     else:
@@ -317,7 +348,12 @@ def main():
             help="default 512 2048",
         )
         flag("--model", default=MODEL, help=f"default {MODEL}")
-        flag("--num-layers", type=positive, default=4, help="of a random/ model; default 4")
+        flag(
+            "--num-layers",
+            type=positive,
+            default=4,
+            help=f"of a random/ model, and half as many beyond {LONG} tokens; default 4",
+        )
         flag("--dtype", choices=DTYPES, default="float32", help="default float32")
         flag("--threads", type=positive, help="threads of each rank; default all cores' share")
         flag("--repeats", type=positive, default=7, help="timed runs of each; default 7")
