@@ -1,11 +1,11 @@
 """How fast the tensor parallelisms are: by hand, by a DTensor plan, and transformers' own plan.
 
     python figures/tp_speed.py                # all of it, into figures/tp_speed.json
-    python figures/tp_speed.py --ranks 2 --seq-lens 512 --repeats 3
+    python figures/tp_speed.py --ranks 2 --seq-lens 512 --output /tmp/mine.json
 
 All are measured beside one process that has as many cores (or one GPU): forward, backward, and
 cached generation, in turns, on the same weights, after a check that each gives the same loss. What
-is quoted is the slowest rank's seconds, and medians of ratios of neighbours. A step is also run
+is quoted is the slowest rank's seconds, and medians of the ratios within a turn. A step is also run
 under the profiler, and its bytes on the wire are held against the formula.
 
 Without torchrun this is the driver, which starts itself under torchrun for every number of ranks
@@ -28,19 +28,26 @@ sys.path.insert(0, str(HERE.parent / "tasks"))
 import torch  # noqa: E402
 import transformers  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
-from torch.distributed.tensor import DTensor  # noqa: E402
 from torch.distributed.tensor.parallel import loss_parallel  # noqa: E402
 
 from dtensor_llama import dtensor_parallelize, whole_logits  # noqa: E402
 from kv_cache import choose_among_ranks, choose_whole, generation  # noqa: E402
-from measuring import bytes_sent, interleave, kept_memory, ratio, training_step  # noqa: E402
+from loading import Source, UserError, is_hub_id  # noqa: E402
+from measuring import (  # noqa: E402
+    bytes_sent,
+    interleave,
+    kept_memory,
+    ratio,
+    threads_alone,
+    training_step,
+)
 from records import add, machine, resume, threads_of, torchrun  # noqa: E402
 from tp_llama import tensor_parallelize  # noqa: E402
 from utils import DTYPES, make_parser, natural, positive, start  # noqa: E402
 
 MODEL = "random/llama-3.2-1b"
 PROMPT, NEW_TOKENS = 128, 32
-LONG = 1024  # tokens; beyond, half of a cut model's layers: else 4 ranks do not fit into 24 GiB
+LONG = 1024  # tokens; beyond, half of the layers: else 4 ranks do not fit into 24 GiB
 # Names in the profile under which a rank waits for others: the collectives, and the functions of
 # Task 2 that call them and do nothing else.
 WAITING = ("nccl", "c10d::", "_c10d_functional::", "CopyToRanks", "SumOverRanks", "GatherShares",
@@ -50,17 +57,23 @@ WAITING = ("nccl", "c10d::", "_c10d_functional::", "CopyToRanks", "SumOverRanks"
 # ---------------------------------------------------------------- the techniques
 
 
-class HandMade:
-    """Task 2: f, g and a vocabulary-parallel loss, written out."""
+class Single:
+    """The unmodified model, rank 0's alone."""
 
     def __init__(self, run):
         self.run = run
+
+    choose = staticmethod(choose_whole)
+    context = staticmethod(contextlib.nullcontext)
+
+
+class HandMade(Single):
+    """Task 2: f, g and a vocabulary-parallel loss, written out."""
 
     def parallelize(self, model):
         tensor_parallelize(model, self.run.group)
 
     choose = staticmethod(choose_among_ranks)
-    context = staticmethod(contextlib.nullcontext)
 
     @staticmethod
     def formula(L, T, H, V, P, e):
@@ -139,32 +152,23 @@ def measure(args):
         for model in models.values() if in_files else ():
             into_file(model)
         ids = run.from_rank0(torch.randint(config.vocab_size, (1, args.seq_len)))
-        own_threads = torch.get_num_threads()
-        at_most = max(own_threads, os.cpu_count())
-        single_threads = min(own_threads * run.world_size, at_most)
-
-        def read_back(model):
-            for weight in local_weights(model) if in_files else ():
-                weight.detach().sum()
-            yield "reading back"
+        threads = dict.fromkeys(models, torch.get_num_threads()) | {"single": threads_alone(run)}
+        contenders = {"single": Single(run), **techniques}
 
         def train(name):
-            model, technique = models[name], techniques.get(name)
-            yield from read_back(model)
-            with technique.context() if technique else contextlib.nullcontext():
-                yield from training_step(model, ids, own_threads if technique else single_threads)
+            yield from read_back(models[name] if in_files else None)
+            with contenders[name].context():
+                yield from training_step(models[name], ids, threads[name])
 
         def decode(name):
-            model, technique = models[name], techniques.get(name)
-            yield from read_back(model)
-            choose, threads = choose_whole, single_threads
-            if technique:
-                choose, threads = technique.choose, own_threads
-            yield from generation(model, ids[:, :PROMPT], args.new_tokens, choose, threads)
+            yield from read_back(models[name] if in_files else None)
+            prompt, choose = ids[:, :PROMPT], contenders[name].choose
+            yield from generation(models[name], prompt, args.new_tokens, choose, threads[name])
 
         with torch.no_grad():
             references = run.references(models["single"])
             expected = run.expect(lambda model: [model(ids, labels=ids).loss], references)
+        del references
         for name, technique in techniques.items():
             with technique.context(), torch.no_grad():
                 loss = models[name](ids, labels=ids).loss
@@ -179,13 +183,13 @@ def measure(args):
             list(phases)
             run.results[name] = {
                 "sent_bytes": sent, "formula_bytes": formula, "giving_back": args.giving_back,
-                "threads": {"single": single_threads, "parallel": own_threads},
+                "num_layers": config.num_hidden_layers,
+                "threads": {"single": threads["single"], "parallel": threads[name]},
             }  # fmt: skip
         times, profiles = {name: {} for name in models}, {}
         for task in (train, decode) if args.new_tokens else (train,):
-            contenders = {name: partial(task, name) for name in models}
-            # All have run already, for the loss and the bytes: one more turn to warm up.
-            timed = interleave(run, contenders, args.repeats, 1, not args.giving_back)
+            parts = {name: partial(task, name) for name in models}
+            timed = interleave(run, parts, args.repeats, 1, not args.giving_back)
             for name, seconds in timed.items():
                 times[name] |= {k: laps for k, laps in seconds.items() if k != "reading back"}
         if args.new_tokens:  # the shortest length: both take minutes, and tell the same at others
@@ -199,9 +203,7 @@ def measure(args):
 
 def local_weights(model):
     """The tensors that a model (None: has none) keeps on this rank."""
-    weights = model.parameters() if model else ()
-    with torch.no_grad():
-        return [w.to_local() if isinstance(w, DTensor) else w for w in weights]
+    return [getattr(w, "_local_tensor", w) for w in model.parameters()] if model else []
 
 
 def into_file(model):
@@ -210,6 +212,13 @@ def into_file(model):
         with tempfile.NamedTemporaryFile() as file:  # gone with the process
             mapped = torch.from_file(file.name, True, weight.numel(), dtype=weight.dtype)
         weight.data = mapped.view_as(weight).copy_(weight.data)
+
+
+def read_back(model):
+    """A phase of its own: what others have driven out of memory comes back to it."""
+    for weight in local_weights(model):
+        weight.detach().sum()
+    yield "reading back"
 
 
 @kept_memory()
@@ -221,9 +230,11 @@ def profile(run, function):
     list(function())  # to touch the memory that it takes
     torch.distributed.barrier()
     run.synchronize()
+    step = function()
+    next(step)
     with torch.profiler.profile(activities=activities) as profiler:
         begin = time.perf_counter()
-        for _ in function():
+        for _ in step:
             run.synchronize()
         total = time.perf_counter() - begin
     on_gpu, kernels, collectives = run.device.type == "cuda", 0.0, 0.0
@@ -244,16 +255,25 @@ def profile(run, function):
 
 def drive(args):
     """Start every combination, one after another, and write all records into one file."""
-    if torch.cuda.device_count() < max(args.ranks):  # all on one kind of device
+    on_gpu = torch.cuda.device_count() >= max(args.ranks)  # all of it, or nothing
+    if not on_gpu:
+        if torch.cuda.device_count():
+            print(f"note: fewer GPUs than {max(args.ranks)}: all on CPU (see --ranks)", flush=True)
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     cut = args.model.startswith("random/")
+    few, many = args.num_layers if on_gpu else max(1, args.num_layers // 2), args.num_layers
+    if not is_hub_id(args.model):
+        try:
+            Source(args.model, many if cut else None)
+        except UserError as error:
+            sys.exit(f"error: {error}")
     setting = {
-        "model": args.model, "num_layers": args.num_layers if cut else None, "dtype": args.dtype,
-        "machine": machine(), "threads": args.threads, "torch": torch.__version__,
-        "transformers": transformers.__version__, "prompt_tokens": PROMPT, "new_tokens": NEW_TOKENS,
+        "model": args.model, "num_layers": [many, few] if cut else None, "dtype": args.dtype,
+        "machine": machine(), "threads": args.threads, "repeats": args.repeats,
+        "torch": torch.__version__, "transformers": transformers.__version__,
+        "prompt_tokens": PROMPT, "new_tokens": NEW_TOKENS,
     }  # fmt: skip
     whole = resume(args.output, setting)
-    shortest = min([*args.seq_lens, *(run["seq_len"] for run in whole["runs"])])
     there = {(run["world_size"], run["seq_len"], run["technique"]) for run in whole["runs"]}
     jobs = []
     for seq_len in args.seq_lens:
@@ -263,27 +283,35 @@ def drive(args):
             if args.missing:
                 wanted = [t for t in wanted if (ranks, seq_len, t) not in there]
             jobs += [(ranks, seq_len, wanted)] if wanted else []
+    if not jobs:
+        print(
+            "nothing to measure: all is there, or transformers' plan was asked for on 1 rank alone"
+        )
+        return
     failed = []
     for number, (ranks, seq_len, techniques) in enumerate(jobs, 1):
         what = f"{', '.join(techniques)} on {ranks} rank(s) at {seq_len} tokens"
         print(f"[{number}/{len(jobs)}] {time.strftime('%H:%M')} {what}", flush=True)
-        layers = args.num_layers if seq_len <= LONG else max(1, args.num_layers // 2)
         flags = {"seq-len": seq_len, "model": args.model, "dtype": args.dtype,
-                 "repeats": args.repeats, "new-tokens": NEW_TOKENS if seq_len == shortest else 0,
-                 **({"num-layers": layers} if cut else {})}  # fmt: skip
+                 "repeats": args.repeats,
+                 "new-tokens": NEW_TOKENS if seq_len == min(args.seq_lens) else 0,
+                 **({"num-layers": many if seq_len <= LONG else few} if cut else {})}  # fmt: skip
         words = [word for name, value in flags.items() for word in (f"--{name}", value)]
         words += ["--techniques", *techniques]
         record = job(ranks, args.threads, words)
         if not record:
             print("    that job failed: again, giving back memory at once", flush=True)
             record = job(ranks, args.threads, [*words, "--giving-back"])
+        if not record and len(techniques) > 1:
+            print("    and again, one by one", flush=True)
+            jobs += [(ranks, seq_len, [technique]) for technique in techniques]
+            continue
         if not record:
             failed.append(what)
             continue
         for technique, results in record.pop("results").items():
             key = {"technique": technique, "seq_len": seq_len, "world_size": ranks}
-            fewer = {"num_layers": layers} if cut and layers < args.num_layers else {}
-            add(args.output, whole, key, record | fewer | {"results": results})
+            add(args.output, whole, key, record | {"results": results})
             for phase, ours in results["parallel"].items():
                 share = ratio(ours, results["single"][phase])
                 print(f"    {technique}, {phase}: {statistics.median(ours):.3f} s, of the single "
@@ -352,7 +380,7 @@ def main():
             "--num-layers",
             type=positive,
             default=4,
-            help=f"of a random/ model, and half as many beyond {LONG} tokens; default 4",
+            help=f"of a random/ model; on CPU half as many beyond {LONG} tokens; default 4",
         )
         flag("--dtype", choices=DTYPES, default="float32", help="default float32")
         flag("--threads", type=positive, help="threads of each rank; default all cores' share")

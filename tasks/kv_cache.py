@@ -32,7 +32,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import DynamicCache, StaticCache
 
 from dtensor_llama import dtensor_parallelize, whole_logits
-from measuring import interleave, num_threads, ratio, say_if_short
+from measuring import interleave, num_threads, ratio, say_if_short, threads_alone
 from tp_llama import tensor_parallelize
 from utils import (
     all_gather,
@@ -92,7 +92,9 @@ def choose_among_ranks(model, logits):
     wide = torch.promote_types(row.dtype, torch.float32)  # holds whole numbers up to 2^24
     value, token = logits[:, 0].gather(-1, index), index + embedding.rows[0]
     offers = all_gather(torch.cat([x.to(wide) for x in (value, token, row)], -1), embedding.group)
-    best = offers[offers[:, :, 0].argmax(0), torch.arange(len(index))]  # (B, 2 + H)
+    best = offers[
+        offers[:, :, 0].argmax(0), torch.arange(len(index), device=index.device)
+    ]  # (B, 2 + H)
     return best[:, 1:2].long(), best[:, None, 2:].to(row.dtype)
 
 
@@ -213,8 +215,8 @@ def measure(run, models, reference):
     if length < args.prompt_len:
         run.say(f"note: timed after {length} tokens, not {args.prompt_len}: the context ends there")
     ids = run.from_rank0(torch.randint(config.vocab_size, (1, length)))
-    threads = torch.get_num_threads()
-    everything = ids, args.new_tokens, choose_whole, threads * run.world_size
+    threads, all_threads = torch.get_num_threads(), threads_alone(run)
+    everything = ids, args.new_tokens, choose_whole, all_threads
     contenders = {"one rank": partial(generation, reference, *everything)}
     for name, (model, choose) in models.items():
         contenders[name] = partial(generation, model, ids, args.new_tokens, choose, threads)
@@ -229,7 +231,7 @@ def measure(run, models, reference):
         run.results[f"{key(name)}_generate_s"] = times
     run.say(
         f"({args.new_tokens} tokens after {length}, {args.repeats} times, slowest rank; "
-        f"{threads} thread(s) a rank, {threads * run.world_size} for the one alone)"
+        f"{threads} thread(s) a rank, {all_threads} for the one alone)"
     )
     say_if_short(run, alone)
 

@@ -1,11 +1,12 @@
 """Time and memory, measured so that the numbers mean something.
 
 Contenders are interleaved in one run, the device is synchronised, the slowest rank counts, and what
-is quoted is the median of the ratios of neighbouring measurements.
+is quoted is the median of the ratios of measurements of the same turn.
 """
 
 import ctypes
 import gc
+import os
 import re
 import resource
 import statistics
@@ -41,17 +42,19 @@ def interleave(run, contenders, repeats, warmup=2, keep=True):
     """Seconds of the slowest rank: {contender: {phase: [s, ...]}}, in turns, after a warm-up.
 
     contenders: {name: function}; a function yields a phase's name when the phase is done. All
-    ranks run all contenders; in one that is rank 0's alone, the others yield at once.
+    ranks run all contenders; in one that is rank 0's alone, the others yield at once. Each turn
+    begins with another of them, for what ran before may matter.
     keep: see `kept_memory`; not for contenders whose memories do not fit side by side.
     """
-    seconds = {name: {} for name in contenders}
+    seconds, names = {name: {} for name in contenders}, list(contenders)
     with kept_memory() if keep else nullcontext():
         for turn in range(warmup + repeats):
-            for name, function in contenders.items():
+            first = turn % len(names)
+            for name in names[first:] + names[:first]:
                 dist.barrier()
                 run.synchronize()
                 begin = time.perf_counter()
-                for phase in function():
+                for phase in contenders[name]():
                     run.synchronize()
                     lap = torch.tensor(time.perf_counter() - begin, device=run.device)
                     dist.all_reduce(lap, op=dist.ReduceOp.MAX)
@@ -59,6 +62,12 @@ def interleave(run, contenders, repeats, warmup=2, keep=True):
                         seconds[name].setdefault(phase, []).append(lap.item())
                     begin = time.perf_counter()
     return seconds
+
+
+def threads_alone(run):
+    """Threads for one process beside the ranks: all of theirs, but no more than there are cores."""
+    own_threads = torch.get_num_threads()
+    return min(own_threads * run.world_size, max(own_threads, os.cpu_count()))
 
 
 @contextmanager
@@ -197,7 +206,7 @@ def status(name):
 def measure_time(run, reference, parallel, ids, reduce=None):
     """Print forward and backward seconds of both, the single rank given as many threads."""
     single, ranks, own_threads = "one rank", f"{run.world_size} rank(s)", torch.get_num_threads()
-    all_threads = own_threads * run.world_size
+    all_threads = threads_alone(run)
     contenders = {
         single: partial(training_step, reference, ids, all_threads),
         ranks: partial(training_step, parallel, ids, own_threads, reduce),
