@@ -48,37 +48,32 @@ def draw_tp_speed(data, path):
     for axis, (phase, length) in zip(axes, panels, strict=False):
         here = [run for run in runs if run["seq_len"] == length]
         ranks = sorted({run["world_size"] for run in here})
+        layers = {str(run["results"]["num_layers"]) for run in here}
         for run in here:
             place = ranks.index(run["world_size"])
-            name, colour, hatch = STYLE[run["technique"]]
-            fewer = "num_layers" in run  # with all of them it did not fit into memory
+            _, colour, hatch = STYLE[run["technique"]]
             ours, single = (seconds(run, side)[phase] for side in ("parallel", "single"))
             middle, alone = statistics.median(ours), statistics.median(single)
             x = place + 0.27 * (list(STYLE).index(run["technique"]) - 1)
             axis.bar(
-                x, middle, 0.25, color="none" if fewer else colour, hatch=hatch,
-                edgecolor=colour if fewer else "white",
+                x, middle, 0.25, color=colour, hatch=hatch, edgecolor="white",
                 yerr=[[middle - min(ours)], [max(ours) - middle]],
                 error_kw={"elinewidth": 1, "capsize": 2},
-                label=name if place == 1 else None,
             )  # fmt: skip
             axis.plot([x - 0.13, x + 0.13], [alone, alone], color="black", linewidth=2)
-            if fewer:
-                said = f"{run['num_layers']} of {data['num_layers']} layers:\nnot comparable"
-                axis.text(x + 0.14, max(ours), said, fontsize=7, ha="right", va="bottom")
         axis.set_xlim(-0.55, len(ranks) - 0.45)
         axis.set_xticks(range(len(ranks)), [str(rank) for rank in ranks])
         axis.set_xlabel("ranks")
         axis.set_ylabel("seconds")
-        title = f"{phase}, {length} tokens"
+        title = f"{phase}, {length} tokens, {' or '.join(layers)} layers"
         if phase == "generate":
             title = f"{data['new_tokens']} cached tokens after {data['prompt_tokens']}"
         axis.set_title(title, fontsize=10)
-    handles, labels = axes[0].get_legend_handles_labels()
-    line = plt.Line2D([], [], color="black", linewidth=2)
-    handles, labels = [*handles, line], [*labels, "one process, as many threads"]
-    figure.legend(handles, labels, loc="lower right", bbox_to_anchor=(0.98, 0.15), frameon=False)
-    finish(figure, axes, f"{data['model']}, {data['num_layers']} layers", data, path)
+    handles = [plt.Rectangle((0, 0), 1, 1, color=colour, hatch=hatch, ec="white", label=name)
+               for name, colour, hatch in STYLE.values()]  # fmt: skip
+    handles += [plt.Line2D([], [], color="black", linewidth=2, label="one process, the same cores")]
+    figure.legend(handles=handles, loc="lower right", bbox_to_anchor=(0.98, 0.15), frameon=False)
+    finish(figure, axes, data["model"], data, path)
 
 
 def finish(figure, axes, what, data, path, bottom=0.0):

@@ -18,7 +18,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "tasks"))
 
-from measuring import median_ratio, ratio  # noqa: E402
+from measuring import ratio  # noqa: E402
 from records import machine, torchrun  # noqa: E402
 
 README, TASKS = HERE.parent / "README.md", HERE.parent / "tasks"
@@ -155,21 +155,31 @@ def seconds(run, phases):
 BOTH = "forward", "backward"
 
 
+LENGTHS = 512, 2048
+
+
 def pace(runs, side, data):
-    """A line of median seconds, and of tokens by them; of one process, over all its runs."""
+    """One contender on so many ranks: median seconds, tokens by them, and of the single process."""
+
+    def laps(length, phases):  # of those that got so far
+        found = [r for r in runs if r["seq_len"] == length and phases[-1] in r["results"][side]]
+        times = [[s for r in found for s in r["results"][side][phase]] for phase in phases]
+        share = ratio(*seconds(found[0], phases)) if found and side == "parallel" else "-"
+        return times, [share]
+
     cells = []
-    for length in (512, 2048):
-        laps = [r["results"][side] for r in runs if r["seq_len"] == length]
-        forward, backward = ([s for lap in laps for s in lap[phase]] for phase in BOTH)
+    for length in LENGTHS:
+        (forward, backward), share = laps(length, BOTH)
         steps = [sum(both) for both in zip(forward, backward, strict=True)]
-        cells += [f"{statistics.median(s):.2f}" for s in (forward, backward) if s]
-        cells += [f"{length / statistics.median(steps):.0f}"] if steps else ["-"] * 3
-    laps = [lap for r in runs for lap in r["results"][side].get("generate", [])]
-    return " | ".join([*cells, f"{data['new_tokens'] / statistics.median(laps):.1f}"])
+        cells += [f"{statistics.median(s):.2f}" if s else "-" for s in (forward, backward)]
+        cells += [f"{length / statistics.median(steps):.0f}" if steps else "-", *share]
+    (times,), share = laps(LENGTHS[0], ["generate"])
+    cells += [f"{data['new_tokens'] / statistics.median(times):.1f}" if times else "-", *share]
+    return cells
 
 
 def speed(data):
-    """Task 2, Task 3 and transformers' own plan, on two ranks, of the single process's time."""
+    """Task 2, Task 3 and transformers' own plan, beside the single process."""
     runs = {(r["technique"], r["world_size"], r["seq_len"]): r for r in data["runs"]}
     rows = head("2 ranks, 512 tokens", "forward", "backward", "both", "32 tokens, cached",
                 "bytes sent, of the formula")  # fmt: skip
@@ -178,33 +188,33 @@ def speed(data):
         if run is None:  # a comparison that was interrupted
             continue
         kinds = ["forward"], ["backward"], BOTH, ["generate"]
-        cells = [ratio(*seconds(run, phases)) for phases in kinds]
+        there = run["results"]["parallel"]
+        cells = [ratio(*seconds(run, phases)) if phases[0] in there else "-" for phases in kinds]
         sent, formula = (run["results"][key] for key in ("sent_bytes", "formula_bytes"))
         cells.append("not counted" if None in sent else f"{sum(sent) / sum(formula) - 1:+.1%}")
         rows.append(f"| {name} | {' | '.join(cells)} |")
-    ranks, columns = (1, 2, 4), ((BOTH, 512), (BOTH, 2048), (["generate"], 512))
-    titles = "both, 512 tokens", "both, 2,048 tokens", "generation"
-    rows += ["", *head("ranks", *(f"{title}: {p}" for title in titles for p in ranks))]
-    for technique, name in NAMES.items():
-        cells = []
-        for phases, length in columns:
-            for p in ranks:
-                run = runs.get((technique, p, length))
-                fewer = f" ({run['num_layers']} layers)" if run and "num_layers" in run else ""
-                cells.append(f"{median_ratio(*seconds(run, phases))[0]:.2f}{fewer}" if run else "-")
-        rows.append(f"| {name} | {' | '.join(cells)} |")
-    step = "forward, s", "backward, s", "tokens/s"
-    titles = [f"{length} tokens: {what}" for length in ("512", "2,048") for what in step]
-    rows += ["", *head("ranks", "", *titles, "generation, tokens/s")]
-    for p in ranks:
-        here = [run for run in data["runs"] if run["world_size"] == p and "num_layers" not in run]
-        for name in ("single", *NAMES) if here else ():
-            side = "single" if name == "single" else "parallel"
-            of = here if side == "single" else [run for run in here if run["technique"] == name]
-            threads = f"one process, threads: {here[0]['results']['threads']['single']}"
-            if of:
-                rows.append(f"| {p} | {NAMES.get(name, threads)} | {pace(of, side, data)} |")
-    return [*rows, "", on(data, f"`{data['model']}`, {data['num_layers']} layers, {data['dtype']}")]
+    layers = {run["seq_len"]: run["results"]["num_layers"] for run in data["runs"]}
+    step, share = ("forward, s", "backward, s", "tokens/s"), "of one process's time"
+    titles = [f"{length:,} tokens, {layers.get(length)} layers: {what}" if what == step[0] else what
+              for length in LENGTHS for what in (*step, share)]  # fmt: skip
+    rows += ["", *head("ranks", "", *titles, "generation, tokens/s", share)]
+    for p in sorted({run["world_size"] for run in data["runs"]}):
+        here = [run for run in data["runs"] if run["world_size"] == p]
+        threads = here[0]["results"]["threads"]["single"]
+        cells = pace(here, "single", data)
+        rows.append(f"| {p} | one process, threads: {threads} | {' | '.join(cells)} |")
+        for technique, name in NAMES.items():
+            if of := [run for run in here if run["technique"] == technique]:
+                rows.append(f"| {p} | {name} | {' | '.join(pace(of, 'parallel', data))} |")
+    slow = {}
+    for run in data["runs"]:
+        if run["results"]["giving_back"]:
+            slow.setdefault((run["world_size"], run["seq_len"]), []).append(NAMES[run["technique"]])
+    for (p, length), names in slow.items():
+        of = " and ".join(names)
+        rows += ["", f"With {p} ranks at {length:,} tokens memory was short for {of}: it was given "
+                     "back when freed, and touched anew in every step: slower."]  # fmt: skip
+    return [*rows, "", on(data, f"`{data['model']}`, {data['dtype']}")]
 
 
 def profile(data):
@@ -212,7 +222,7 @@ def profile(data):
     runs = {r["technique"]: r for r in data["runs"] if (r["world_size"], r["seq_len"]) == (2, 512)}
     rows = head("seconds of a step", "kernels", "collectives, waiting included",
                 "Python and dispatch")  # fmt: skip
-    kept = {NAMES[t]: r["results"]["profile"] for t, r in runs.items()}
+    kept = {NAMES[t]: r["results"]["profile"] for t, r in runs.items() if "profile" in r["results"]}
     sides = [("one process", profile["single"]) for profile in list(kept.values())[:1]]
     sides += [(name, kept[name]["parallel"]) for name in NAMES.values() if name in kept]
     keys = "kernels_s", "collectives_s", "elsewhere_s"

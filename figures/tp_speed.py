@@ -283,10 +283,8 @@ def drive(args):
             if args.missing:
                 wanted = [t for t in wanted if (ranks, seq_len, t) not in there]
             jobs += [(ranks, seq_len, wanted)] if wanted else []
-    if not jobs:
-        print(
-            "nothing to measure: all is there, or transformers' plan was asked for on 1 rank alone"
-        )
+    if not jobs:  # transformers' plan on one rank, or with --missing all of it
+        print(f"nothing to measure, or {args.output} has it")
         return
     failed = []
     for number, (ranks, seq_len, techniques) in enumerate(jobs, 1):
@@ -299,13 +297,13 @@ def drive(args):
         words = [word for name, value in flags.items() for word in (f"--{name}", value)]
         words += ["--techniques", *techniques]
         record = job(ranks, args.threads, words)
+        if not record and len(techniques) > 1:
+            print("    that job failed: again, one by one", flush=True)
+            jobs[number:number] = [(ranks, seq_len, [technique]) for technique in techniques]
+            continue
         if not record:
             print("    that job failed: again, giving back memory at once", flush=True)
             record = job(ranks, args.threads, [*words, "--giving-back"])
-        if not record and len(techniques) > 1:
-            print("    and again, one by one", flush=True)
-            jobs += [(ranks, seq_len, [technique]) for technique in techniques]
-            continue
         if not record:
             failed.append(what)
             continue

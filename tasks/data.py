@@ -14,6 +14,7 @@ import torch
 from loading import TINY, UserError
 
 ULYSSES = "https://www.gutenberg.org/cache/epub/4300/pg4300.txt"  # the assignment's example
+ENOUGH = 10**7  # characters; no more of a text is turned into tokens, unless more are needed
 MARK = r"\*\*\* ?%s OF TH(?:E|IS) PROJECT GUTENBERG EBOOK.*?\*\*\*"
 
 
@@ -32,6 +33,10 @@ def load_tokens(run, where, tokenizer, needed):
         name, text = find_text(where, run.source, needed, run.args.seed)
         if not text.strip():
             raise UserError(f"--text {name}: no text in it")
+        enough = max(ENOUGH, 100 * needed)
+        if len(text) > enough:
+            run.say(f"note: only the first {enough} characters of {name} are read")
+            text = text[:enough]
         if tokenizer:
             tokens = tokenizer(text, verbose=False)["input_ids"]
         else:

@@ -92,9 +92,8 @@ def choose_among_ranks(model, logits):
     wide = torch.promote_types(row.dtype, torch.float32)  # holds whole numbers up to 2^24
     value, token = logits[:, 0].gather(-1, index), index + embedding.rows[0]
     offers = all_gather(torch.cat([x.to(wide) for x in (value, token, row)], -1), embedding.group)
-    best = offers[
-        offers[:, :, 0].argmax(0), torch.arange(len(index), device=index.device)
-    ]  # (B, 2 + H)
+    rows = torch.arange(len(index), device=index.device)
+    best = offers[offers[:, :, 0].argmax(0), rows]  # (B, 2 + H)
     return best[:, 1:2].long(), best[:, None, 2:].to(row.dtype)
 
 

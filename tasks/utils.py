@@ -271,7 +271,10 @@ class Run(Comparison):
 
         if is_hub_id(name):
             self.together(fetch)
-        return self.together(lambda: Source(name, self.args.num_layers, self.args.seed))
+        source = self.together(lambda: Source(name, self.args.num_layers, self.args.seed))
+        if is_hub_id(name):
+            self.say(f"{name} is cached in {source.directory}")
+        return source
 
     def synchronize(self):
         if self.device.type == "cuda":

@@ -1,5 +1,7 @@
 """Fixtures: Llama directories of unusual sizes, made on the spot. And what is quick."""
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -7,6 +9,25 @@ import pytest
 import torch
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "tasks")]
+
+
+@pytest.fixture
+def read_only():
+    """A function that makes a folder one that nobody may write to; root neither, if it can."""
+    mounted = []
+
+    def close(folder):
+        for path in [*folder.rglob("*"), folder]:
+            path.chmod(path.stat().st_mode & ~0o222)
+        if os.access(folder, os.W_OK):  # we are root
+            command = ["mount", "-o", "bind,ro", folder, folder]
+            if subprocess.run(command, stderr=subprocess.DEVNULL).returncode:
+                pytest.skip("root may write everywhere, and cannot mount here")
+            mounted.append(folder)
+
+    yield close
+    for folder in mounted:
+        subprocess.run(["umount", folder], check=True)
 
 
 QUICK = {"test_parts.py", "test_bad_input.py", "test_long_sequence.py", "test_readme.py"}

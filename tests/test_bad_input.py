@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import socket
 
 import pytest
 import torch
@@ -280,9 +281,25 @@ def test_what_the_hub_says(kind, monkeypatch):
     assert kind in str(caught.value) and "Secret" not in str(caught.value)
 
 
-def test_unreachable_hub():
-    """B9: one message, within seconds, that names a way out."""
-    env = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": "/tmp/no-hub"}
-    result = launch.torchrun("tp_llama", "--model", "unsloth/Llama-3.2-1B", nproc=2, env=env)
-    assert result.code != 0 and result.seconds < 30, result.tail()
-    assert len(result.errors()) == 1 and "local directory" in result.errors()[0], result.tail()
+@pytest.mark.parametrize(
+    "kind", ["refuses", *(pytest.param(k, marks=pytest.mark.stress) for k in ("silent", "off"))]
+)
+def test_unreachable_hub(kind, tmp_path):
+    """B9: one message, within seconds, that names a way out; what is in the cache is used."""
+    args = ["--model", "some/llama", "--hidden-size", 8, "--intermediate-size", 8]
+    with socket.socket() as hub:
+        hub.bind(("127.0.0.1", 0))
+        if kind == "silent":
+            hub.listen(100)
+        env = {"HF_HUB_OFFLINE": "1" if kind == "off" else "0", "HF_HOME": str(tmp_path)}
+        env |= {"HF_ENDPOINT": f"http://127.0.0.1:{hub.getsockname()[1]}"}
+        result = launch.torchrun("tp_mlp", *args, nproc=2, env=env)
+        assert result.code != 0 and result.seconds < 30, result.tail()
+        assert len(result.errors()) == 1 and "local directory" in result.errors()[0], result.tail()
+        cache = tmp_path / "hub" / "models--some--llama"
+        (cache / "refs").mkdir(parents=True)
+        (cache / "refs" / "main").write_text("0" * 40)
+        shutil.copytree(launch.TASKS / "tiny_llama", cache / "snapshots" / ("0" * 40))
+        result = launch.torchrun("tp_mlp", *args, nproc=2, env=env)
+        assert result.code == 0 and result.seconds < 30, result.tail()
+        assert result.out.count(f"some/llama is cached in {cache}") == 1, result.tail()

@@ -242,6 +242,18 @@ def test_stopped(script):
     assert "rank 1 did not come, in 4 s, to what rank 0 waited for at" in result.errors()[0]
 
 
+def test_holds_the_interpreter(tmp_path):
+    """A6: nothing of Python's runs on that rank any more, no signal's handler either."""
+    line = "    references = run.references(reference)\n"
+    hold = "    run.rank and __import__('ctypes').PyDLL(None).sleep(1000)\n"
+    plant(tmp_path, "tp_mlp.py", line, line + hold)
+    args = ["--hidden-size", 8, "--intermediate-size", 8, "--timeout", 4, "--device", "cpu"]
+    result = launch.torchrun(tmp_path / "tp_mlp.py", *args, nproc=2)
+    assert result.code and result.seconds < 25 and not result.survivors, result.tail()
+    assert len(result.errors()) == 1, result.tail()
+    assert "rank 1 did not come, in 4 s, to what rank 0 waited for at" in result.errors()[0]
+
+
 def test_one_does_not_start(tmp_path):
     """A6: it hangs before there are collectives; the others say which one it is."""
     joined = "        store, rank = join_store()\n"
@@ -320,14 +332,13 @@ def test_exception_on_one_rank(tmp_path):
 
 
 @pytest.mark.parametrize("script", stressed(launch.SCRIPTS, [FIRST]))
-def test_from_elsewhere(script, tmp_path):
+def test_from_elsewhere(script, tmp_path, read_only):
     """A18: through a link, from another folder, in a checkout with spaces and Cyrillic in its name
     that nobody may write to; nothing is written there."""
     checkout = tmp_path / "мой checkout"
     shutil.copytree(launch.TASKS, checkout / "tasks", ignore=shutil.ignore_patterns("__pycache__"))
     before = contents(tmp_path)
-    for path in [*checkout.rglob("*"), checkout]:
-        path.chmod(path.stat().st_mode & ~0o222)
+    read_only(checkout)
     link = tmp_path / "link.py"
     link.symlink_to(checkout / "tasks" / f"{script}.py")
     env = {"PYTHONDONTWRITEBYTECODE": "1"}

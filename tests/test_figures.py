@@ -37,35 +37,42 @@ def test_bytes_on_the_wire(tmp_path):
         results = run["results"]
         assert results["parallel"].keys() == {"forward", "backward", "generate"}
         assert results["sent_bytes"] == pytest.approx(results["formula_bytes"], rel=0.02)
-        assert run["checks"][0]["name"] == "loss" and run["checks"][0]["passed"]
+    checks = {check["name"]: check["passed"] for check in runs[0]["checks"]}
+    assert checks == {f"{technique}: loss": True for technique in TECHNIQUES}
     # Nothing is measured twice where an interrupted comparison goes on.
     result = launch.run([sys.executable, SPEED, *args, "--missing", "--output", output])
-    assert result.code == 0 and f"wrote {output}" in result.out, result.tail()
-    assert json.loads(output.read_text())["runs"] == runs and "[1/" not in result.out
+    assert result.code == 0 and "nothing to measure" in result.out, result.tail()
+    assert json.loads(output.read_text())["runs"] == runs
 
 
 @pytest.mark.parametrize("failures", [0, 1, 2, 3])
 def test_short_of_memory(failures, tmp_path, monkeypatch):
-    """A job that fails is tried again with less memory, the record says so, the others go on."""
+    """A job that fails is tried again with less in memory, and the others go on."""
     tries, output, laps = [], tmp_path / "speed.json", {"forward": [1.0], "backward": [2.0]}
 
-    def job(ranks, threads, flags, *switches):
-        if ranks == 2:
-            tries.append((flags["num-layers"], *switches))
+    def job(ranks, threads, words):
+        length, layers = (words[words.index(flag) + 1] for flag in ("--seq-len", "--num-layers"))
+        assert layers == (4 if length == 512 else 2)
+        of = [technique for technique in TECHNIQUES[:2] if technique in words]
+        if (ranks, length) == (2, 512):
+            tries.append((len(of), "--giving-back" in words))
             if len(tries) <= failures:
                 return None
-        return {"results": {"single": laps, "parallel": laps}}
+        return {"results": {technique: {"single": laps, "parallel": laps} for technique in of}}
 
     monkeypatch.setattr(tp_speed, "job", job)
-    words = f"tp_speed.py --ranks 1 2 4 --techniques DTensor --seq-lens 512 --output {output}"
+    techniques = " ".join(TECHNIQUES[:2])
+    words = f"tp_speed.py --ranks 1 2 4 --techniques {techniques} --output {output}"
     monkeypatch.setattr(sys, "argv", words.split())
-    failed = r"failed: DTensor on 2 rank\(s\) at 512 tokens; the rest is in"
+    failed = r"failed: hand-made on 2 rank\(s\) at 512 tokens. The rest is in"
     with pytest.raises(SystemExit, match=failed) if failures == 3 else contextlib.nullcontext():
         tp_speed.main()
-    assert tries == [(4,), (4, "--giving-back"), (2, "--giving-back")][: failures + 1]
+    again = [(1, False), (1, True)][:failures]  # of the first technique
+    assert tries == [(2, False), *again, *([(1, False)] if failures else [])]
     runs = json.loads(output.read_text())["runs"]
-    assert [run["world_size"] for run in runs] == ([1, 4] if failures == 3 else [1, 2, 4])
-    assert [r["world_size"] for r in runs if "num_layers" in r] == ([2] if failures == 2 else [])
+    lost = [("hand-made", 2, 512)] if failures == 3 else []
+    wanted = {(t, p, s) for t in TECHNIQUES[:2] for p in (1, 2, 4) for s in (512, 2048)}
+    assert {(r["technique"], r["world_size"], r["seq_len"]) for r in runs} == wanted - {*lost}
 
 
 def test_measured_elsewhere(tmp_path, capsys):

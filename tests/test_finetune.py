@@ -91,7 +91,6 @@ print("none", model(input_ids=ids, labels=ids).loss.item())
 def test_plain_peft_opens_what_was_saved(tmp_path):
     """D9: without this repo, from the files alone, the loss that training ended at."""
     for peft in ("prompt", "lora", "none"):
-        # The last step's loss is of the parameters before it, so a tiny step tells after from it.
         args = ["--peft", peft, "--steps", 6, "--output-dir", tmp_path / peft]
         result, _ = finetune(tmp_path, *args, nproc=2)
         assert result.code == 0, result.tail()
@@ -192,20 +191,26 @@ def test_killed_ranks(undisturbed, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "number", [signal.SIGINT, pytest.param(signal.SIGHUP, marks=pytest.mark.stress)]
-)
-def test_interrupted(number, undisturbed, tmp_path):
-    """A8: Ctrl-C once, or a closed terminal: a checkpoint of that step, from which --resume comes
-    to the same bits."""
+    ("number", "when"),
+    [(signal.SIGINT, "i=2"), pytest.param(signal.SIGHUP, "i=2", marks=pytest.mark.stress),
+     pytest.param(signal.SIGINT, "saving", marks=pytest.mark.stress)],
+)  # fmt: skip
+def test_interrupted(number, when, undisturbed, tmp_path):
+    """A8: Ctrl-C once, in a step or while it saves, or a closed terminal: a checkpoint of that
+    step, from which --resume comes to the same bits."""
     _, record = undisturbed
+    begin = "        part.mkdir()\n"
+    slowly = "        print('saving', flush=True), __import__('time').sleep(2)\n"
+    plant(tmp_path, "checkpoint.py", begin, begin + slowly * (when == "saving"))
 
     def act(process, out):
-        if "\ni=2" in out:
+        if f"\n{when}" in out:
             process.send_signal(number)
             return True
         return False
 
-    command = launch.command(SCRIPT, *LONG, "--output-dir", tmp_path / "b", nproc=2)
+    script = tmp_path / SCRIPT.name
+    command = launch.command(script, *LONG, "--output-dir", tmp_path / "b", nproc=2)
     code, out = watched(command, act, tmp_path / "log")
     assert code and "--resume goes on" in out and "Tests passed" not in out, out[-3000:]
     result, again = finetune(tmp_path, *LONG, "--output-dir", tmp_path / "b", "--resume", nproc=2)
@@ -427,6 +432,16 @@ def test_bad_flags(name, tmp_path):
     result.assert_refused(message)
 
 
+@pytest.mark.parametrize("flag", ["--output-dir", "--json"])
+def test_read_only(flag, tmp_path, read_only):
+    """D1: found out before any work."""
+    (tmp_path / "closed" / "out").mkdir(parents=True)
+    read_only(tmp_path / "closed")
+    args = [flag, tmp_path / "closed" / ("out" if flag == "--output-dir" else "x.json")]
+    result = launch.ranks(SCRIPT, *args, nproc=2, folder=tmp_path)
+    result.assert_refused(f"{flag} {tmp_path}", 15)
+
+
 def test_two_runs_in_one_folder(tmp_path):
     """A14: the second is refused while the first is at work."""
     from filelock import FileLock
@@ -472,6 +487,16 @@ def test_text_as_files_have_it():
         data.decode("caf\xe9 noir".encode("latin-1"), "x")
     with pytest.raises(UserError, match="UTF-16"):
         data.decode("text".encode("utf-16"), "x")
+
+
+def test_enormous_text(tmp_path):
+    """C4: a line of 100 MB takes neither minutes nor all of the memory."""
+    (tmp_path / "line.txt").write_bytes(b"A fox went to the market. " * 4_000_000)
+    args = ["--check-steps", 0, "--steps", 2, "--text", tmp_path / "line.txt"]
+    limited = ["bash", "-c", 'ulimit -d 3000000; exec "$@"', "bash"]
+    result = launch.run([*limited, *launch.command(SCRIPT, *args, nproc=2)])
+    assert result.code == 0 and "only the first 10000000 characters" in result.out, result.tail()
+    assert result.seconds < 60, result.tail()
 
 
 def test_fetched_once(tmp_path, monkeypatch):

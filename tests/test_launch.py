@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -67,6 +68,18 @@ def test_wrong(name):
     file, args, env, message = WRONG[name]
     result = launch.run(["bash", LAUNCH / file, *args], env=FAST | env)
     result.assert_refused(message)
+
+
+def test_port_in_use():
+    """A13: torchrun would end in a traceback; who listens there is not disturbed."""
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = str(other.getsockname()[1])
+        env = FAST | {"HEAD": "127.0.0.1", "NNODES": "1", "PORT": port}
+        launch.run(["bash", LAUNCH / "multi_node.sh", *SMALL], env=env).assert_refused(
+            f"PORT={port} is in use here"
+        )
 
 
 def test_single_node():

@@ -475,6 +475,7 @@ def test_planted_bug(name, tmp_path, odd_llama):
     refused(tmp_path, script, nproc, args + flags, check)
 
 
+@pytest.mark.stress
 @pytest.mark.parametrize("script", launch.SCRIPTS)
 def test_without_a_bug(script, tmp_path, odd_llama):
     """The control: the same copy, nothing planted, passes."""

@@ -60,8 +60,9 @@ def test_as_shown(script, tmp_path):
 
 
 STRESS = pytest.mark.stress
-# (On two ranks `test_as_shown` runs the commands of the README.)
-BY = [pytest.param("forked", nproc, marks=[STRESS] * (nproc == 2)) for nproc in (1, 2, 3, 4)]
+# (On two ranks `test_as_shown` runs the commands of the README, on one there is
+# `test_without_torchrun`, and on three `test_odd_llama`.)
+BY = [pytest.param("forked", nproc, marks=[STRESS] * (nproc != 4)) for nproc in (1, 2, 3, 4)]
 BY += [pytest.param("torchrun", nproc, marks=STRESS) for nproc in (1, 2, 3, 4)]
 
 
@@ -178,9 +179,11 @@ def test_whole_vocabulary(tmp_path):
 @pytest.mark.parametrize("script", launch.SCRIPTS)
 def test_without_torchrun(script, tmp_path):
     """Plain python is world size 1, and says so."""
-    file, args = launch.TASKS / f"{script}.py", QUICK.get(script, [])
+    file, path = launch.TASKS / f"{script}.py", tmp_path / "record.json"
+    args = [*QUICK.get(script, []), "--json", path]
     result = launch.ranks(file, *args, nproc=1, folder=tmp_path, torchrun=False)
     passed(result, 1)
+    float32(script, 1, result, path)
     assert "note: 1 rank: nothing is split" in result.out
 
 
