@@ -215,15 +215,21 @@ def is_hub_id(name):
 
 def download(name, offline=False):
     """The hub cache's directory with a model's safetensors, configuration and tokenizer."""
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import HfApi, snapshot_download
 
+    reason = None
+    if not offline:
+        try:
+            HfApi().repo_info(name, timeout=8)  # the next would wait for a silent hub for ever
+        except Exception as error:
+            reason, offline = error, True
     try:
         return Path(snapshot_download(
             name, allow_patterns=["*.safetensors", "*.json"], etag_timeout=5,
             local_files_only=offline,
         ))  # fmt: skip
     except Exception as error:
-        reason = re.sub(r"hf_\w+", "hf_...", " ".join(str(error).split())[:200])
+        reason = re.sub(r"hf_\w+", "hf_...", " ".join(str(reason or error).split())[:200])
         raise UserError(f"--model {name}: neither downloaded nor in the cache ({reason}); "
                         "give a local directory, or --model tiny") from None  # fmt: skip
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 import launch
 from conftest import make_llama
-from loading import Source, UserError
+from loading import Source, UserError, download
 
 
 def change_config(directory, **changes):
@@ -275,9 +275,9 @@ def test_what_the_hub_says(kind, monkeypatch):
     def refuse(*args, **kwargs):
         raise OSError(f"401: {kind}, with hf_SecretOfMine")
 
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
+    monkeypatch.setattr(huggingface_hub.HfApi, "repo_info", refuse)
     with pytest.raises(UserError) as caught:
-        Source("some/llama")
+        download("some/llama")
     assert kind in str(caught.value) and "Secret" not in str(caught.value)
 
 

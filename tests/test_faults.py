@@ -268,7 +268,7 @@ def test_one_does_not_start(tmp_path):
 
 def test_download_takes_long(tmp_path):
     """B9: --timeout is not for it; the other ranks wait."""
-    begin = "    from huggingface_hub import snapshot_download\n"
+    begin = "    from huggingface_hub import HfApi, snapshot_download\n"
     slow = "    __import__('time').sleep(0 if offline else 8)\n    return TINY\n"
     plant(tmp_path, "loading.py", begin, slow + begin)
     args = ["--model", "some/llama", "--timeout", 4, *QUICK[FIRST]]
