@@ -466,7 +466,12 @@ BUGS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", BUGS)
+SLOW = "trained another way", "trained too little", "golden input is drawn first"
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.stress] * (n in SLOW)) for n in BUGS]
+)
 def test_planted_bug(name, tmp_path, odd_llama):
     script, nproc, file, old, new, check = BUGS[name]
     script, *flags = script.split()

@@ -97,7 +97,8 @@ def float32(script, nproc, result, path):
     return every
 
 
-@pytest.mark.parametrize("nproc", [2, 4, *(pytest.param(nproc, marks=STRESS) for nproc in (1, 3))])
+# (On two ranks it is `quick`, too.)
+@pytest.mark.parametrize("nproc", [4, *(pytest.param(nproc, marks=STRESS) for nproc in (1, 2, 3))])
 @pytest.mark.parametrize("script", launch.SCRIPTS)
 def test_float64(script, nproc, tmp_path):
     """No bug can hide in rounding: everything to 1e-10 of the largest reference value."""
