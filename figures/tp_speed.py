@@ -282,7 +282,10 @@ def drive(args):
             wanted = [t for t in args.techniques if ranks > 1 or t != "transformers"]
             if args.missing:
                 wanted = [t for t in wanted if (ranks, seq_len, t) not in there]
-            jobs += [(ranks, seq_len, wanted)] if wanted else []
+            # With more ranks than cores memory is what there is too little of.
+            together = on_gpu or ranks <= os.cpu_count()
+            parts = [wanted] if together else [[technique] for technique in wanted]
+            jobs += [(ranks, seq_len, part) for part in parts if part]
     if not jobs:  # transformers' plan on one rank, or with --missing all of it
         print(f"nothing to measure, or {args.output} has it")
         return

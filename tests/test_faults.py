@@ -242,6 +242,7 @@ def test_stopped(script):
     assert "rank 1 did not come, in 4 s, to what rank 0 waited for at" in result.errors()[0]
 
 
+@pytest.mark.stress
 def test_holds_the_interpreter(tmp_path):
     """A6: nothing of Python's runs on that rank any more, no signal's handler either."""
     line = "    references = run.references(reference)\n"

@@ -163,7 +163,7 @@ def test_biases_are_carried(alone):
             torch.testing.assert_close(weights[name], parameter.grad, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("nproc", [1, 2])
+@pytest.mark.parametrize("nproc", [pytest.param(1, marks=pytest.mark.stress), 2])
 def test_out_of_memory(nproc, tmp_path):
     """One line, with what would help; nothing hangs."""
     args = ["--model", "random/small", "--num-layers", 2, "--steps", 1, "--check-steps", 0]

@@ -97,8 +97,9 @@ def float32(script, nproc, result, path):
     return every
 
 
-# (On two ranks it is `quick`, too.)
-@pytest.mark.parametrize("nproc", [4, *(pytest.param(nproc, marks=STRESS) for nproc in (1, 2, 3))])
+# (In `make test-all` it is `test_odd_llama` that runs in float64; on two ranks this is `quick`.)
+@pytest.mark.stress
+@pytest.mark.parametrize("nproc", [1, 2, 3, 4])
 @pytest.mark.parametrize("script", launch.SCRIPTS)
 def test_float64(script, nproc, tmp_path):
     """No bug can hide in rounding: everything to 1e-10 of the largest reference value."""
