@@ -62,13 +62,8 @@ read -r is_head found_addr <<<"$facts"
 [[ -z ${SLURM_NODEID-} ]] || { [[ $SLURM_NODEID == 0 ]] && is_head=true || is_head=false; }
 is_head=${IS_HEAD:-$is_head}
 if [[ $is_head == true && ! $dry_run ]]; then
-    python3 - "$PORT" <<'END' || stop "PORT=$PORT is in use here: name another one, on all machines"
-import socket, sys
-
-with socket.socket() as probe:
-    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    sys.exit(probe.connect_ex(("127.0.0.1", int(sys.argv[1]))) == 0)
-END
+    python3 -c "import socket, sys; sys.exit(not socket.socket().connect_ex(('127.0.0.1', $PORT)))" ||
+        stop "PORT=$PORT is in use here: name another one, on all machines"
 fi
 LOCAL_ADDR=${LOCAL_ADDR:-$found_addr}
 IFACE=${IFACE:-$({ ip -o addr show to "$LOCAL_ADDR" 2>/dev/null || true; } | awk 'NR == 1 {print $2}')}
