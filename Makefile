@@ -17,7 +17,7 @@ help:
 	@echo "make test-all     the tests; make test: the fast ones; make stress: the longest alone"
 	@echo "make test-course  the tests with the course's versions of transformers and peft"
 	@echo "make report       run every task, and write the README's tables anew"
-	@echo "make bench        measure speed (an hour and more); make figures: draw what was measured"
+	@echo "make bench        measure speed (up to two hours); make figures: draw what was measured"
 	@echo "make max-seq-len  find the longest sequence under limits on memory (an hour)"
 	@echo "make tiny-llama   write, train and evaluate the embedded model anew"
 	@echo "make lint, make clean"
