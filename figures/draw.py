@@ -65,7 +65,7 @@ def draw_tp_speed(data, path):
         axis.set_xticks(range(len(ranks)), [str(rank) for rank in ranks])
         axis.set_xlabel("ranks")
         axis.set_ylabel("seconds")
-        title = f"{phase}, {length} tokens, {' or '.join(layers)} layers"
+        title = f"{phase}, {length} tokens, {' or '.join(sorted(layers))} layers"
         if phase == "generate":
             title = f"{data['new_tokens']} cached tokens after {data['prompt_tokens']}"
         axis.set_title(title, fontsize=10)

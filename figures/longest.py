@@ -20,13 +20,14 @@ sys.path.insert(0, str(HERE.parent / "tasks"))
 import torch  # noqa: E402
 import transformers  # noqa: E402
 
+from finetuning import default_tile_mib  # noqa: E402
 from loading import Source  # noqa: E402
 from measuring import is_for_memory  # noqa: E402
 from model_checks import positive  # noqa: E402
 from records import add, machine, resume, threads_of, torchrun  # noqa: E402
 
 MODEL, PROMPT, GRAIN, STEPS = "random/small", 32, 1.05, 3
-TILE = 2**23  # as long_sequence.py has it on a CPU
+TILE = default_tile_mib(torch.device("cpu")) * 2**20
 # What libraries keep for themselves, and what small tensors add up to: seen, not counted.
 OTHER = 8 * 2**20
 

@@ -153,8 +153,6 @@ def seconds(run, phases):
 
 
 BOTH = "forward", "backward"
-
-
 LENGTHS = 512, 2048
 
 

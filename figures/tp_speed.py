@@ -231,7 +231,7 @@ def profile(run, function):
     torch.distributed.barrier()
     run.synchronize()
     step = function()
-    next(step)
+    next(step)  # its first phase reads weights back, and is none of a step
     with torch.profiler.profile(activities=activities) as profiler:
         begin = time.perf_counter()
         for _ in step:
@@ -261,7 +261,8 @@ def drive(args):
             print(f"note: fewer GPUs than {max(args.ranks)}: all on CPU (see --ranks)", flush=True)
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     cut = args.model.startswith("random/")
-    few, many = args.num_layers if on_gpu else max(1, args.num_layers // 2), args.num_layers
+    many = args.num_layers
+    few = many if on_gpu else max(1, many // 2)
     if not is_hub_id(args.model):
         try:
             Source(args.model, many if cut else None)
