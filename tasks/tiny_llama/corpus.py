@@ -52,11 +52,13 @@ def _read_words() -> dict[str, list]:
     return words
 
 
-def _parse(template: str) -> list[Node]:
+def _parse(template: str, phrases: dict[str, Node]) -> list[Node]:
     """Turn a template into a tree once, so that filling it in is quick."""
     stack = [("", [[]])]
-    for token in re.findall(r"[^\[\]<>|]+|.", template):
-        if token in "[<":
+    for token in re.findall(r"@\w+|[^@\[\]<>|]+|.", template):
+        if token[0] == "@":
+            stack[-1][1][-1].append(phrases[token[1:]])
+        elif token in "[<":
             stack.append((token, [[]]))
         elif token in "]>":
             done = stack.pop()
@@ -73,12 +75,11 @@ def _read_shapes() -> tuple[list[list[tuple[str, list[Node]]]], list[int]]:
     """Return the shapes (lists of a line's marks and its tree) and their running weights."""
     phrases, shapes, weights = {}, [], []
     for (mark, name, *weight), body in _sections("shapes.txt"):
-        body = re.sub(r"@(\w+)", lambda found: phrases[found[1]], body)
         if mark == "@":
-            phrases[name] = f"[{body}]"
+            (phrases[name],) = _parse(f"[{body}]", phrases)
             continue
         lines = [re.fullmatch(r"([?/! ]*)(.*)", line).groups() for line in body.splitlines()]
-        shapes.append([(marks, _parse(line)) for marks, line in lines])
+        shapes.append([(marks, _parse(line, phrases)) for marks, line in lines])
         weights.append(int(weight[0]))
     return shapes, list(itertools.accumulate(weights))
 
