@@ -2,6 +2,7 @@
 
     python figures/longest.py                 # all of it, into figures/longest.json
     python figures/longest.py --budgets 64 --only ours --ranks 1 4
+    python figures/longest.py --model random/llama-3.2-1b --dtype bfloat16 --device cuda
 
 For each contender: a closed-form estimate, from the tensors that it holds when it holds most; then
 runs in fresh processes, whose memory beyond the loaded model is limited, so that what does not fit
@@ -9,6 +10,7 @@ fails. Lengths go up and down from the estimate until one fits and one 5 % longe
 """
 
 import argparse
+import math
 import subprocess
 import sys
 import time
@@ -21,13 +23,12 @@ import torch  # noqa: E402
 import transformers  # noqa: E402
 
 from finetuning import default_tile_mib  # noqa: E402
-from loading import Source  # noqa: E402
+from loading import PRESETS, Source  # noqa: E402
 from measuring import is_for_memory  # noqa: E402
 from model_checks import positive  # noqa: E402
 from records import add, machine, resume, threads_of, torchrun  # noqa: E402
 
-MODEL, PROMPT, GRAIN, STEPS = "random/small", 32, 1.05, 3
-TILE = default_tile_mib(torch.device("cpu")) * 2**20
+MODELS, PROMPT, GRAIN, STEPS = [f"random/{name}" for name in PRESETS], 32, 1.05, 3
 # What libraries keep for themselves, and what small tensors add up to: seen, not counted.
 OTHER = 8 * 2**20
 
@@ -44,7 +45,7 @@ def hugging_face(c, ranks, e, checkpointing):
     """
     H, F, V, ND, KD = sizes(c)
     layer = H if checkpointing else 2 * H + 2 * ND + 2 * KD + 3 * F
-    return e * (c.num_hidden_layers * layer + 3 * V + 3 * H)
+    return e * (c.num_hidden_layers * layer + 3 * H) + max(e, 4) * 3 * V
 
 
 def ours(c, ranks, e, left_out):
@@ -83,34 +84,34 @@ def sizes(c):
 TRICKS = ("saved-outputs", "tiled-loss", "tiled-mlp", "head-groups")
 LEFT_OUT = {f"ours, no {trick}": trick for trick in TRICKS}
 CONTENDERS = {
-    # name: (bytes a token, constant bytes, flags)
-    "Hugging Face + PEFT": (lambda *a: hugging_face(*a, False), 0, []),
-    "with checkpointing": (lambda *a: hugging_face(*a, True), 0, ["--gradient-checkpointing"]),
-    "ours": (lambda *a: ours(*a, ()), TILE, []),
+    # name: (bytes a token, flags)
+    "Hugging Face + PEFT": (lambda *a: hugging_face(*a, False), []),
+    "with checkpointing": (lambda *a: hugging_face(*a, True), ["--gradient-checkpointing"]),
+    "ours": (lambda *a: ours(*a, ()), []),
     **{
-        name: (lambda *a, t=trick: ours(*a, (t,)), TILE, [f"--no-{trick}"])
+        name: (lambda *a, t=trick: ours(*a, (t,)), [f"--no-{trick}"])
         for name, trick in LEFT_OUT.items()
     },
 }
 
 
-def command(name, length, budget):
-    """What one run starts, and its flags: the plain script, or Task 5's."""
-    flags = [*CONTENDERS[name][2], "--seq-len", length - PROMPT]
-    flags += ["--steps", STEPS, "--memory-budget", budget / 2**10, "--device", "cpu"]
+def command(name, length, budget, model):
+    """What one run starts, and its flags: the plain script, or Task 5's. model: flags of both."""
+    flags = [*CONTENDERS[name][1], *model, "--seq-len", length - PROMPT]
+    flags += ["--steps", STEPS, "--memory-budget", budget / 2**10]
     if not name.startswith("ours"):
         return HERE / "plain_finetune.py", *flags
-    flags += ["--model", MODEL, "--num-virtual-tokens", PROMPT, "--check-steps", 0]
+    flags += ["--num-virtual-tokens", PROMPT, "--check-steps", 0]
     return HERE.parent / "tasks" / "ulysses_finetune.py", *flags
 
 
 # ---------------------------------------------------------------- the search
 
 
-def fits(name, ranks, length, budget):
+def fits(name, ranks, length, budget, model):
     """The record of a run of three steps, or None where memory ran out."""
     begin = time.monotonic()
-    script, *flags = command(name, length, budget)
+    script, *flags = command(name, length, budget, model)
     record, job = torchrun(
         script, ranks, *flags, threads=threads_of(ranks), stderr=subprocess.STDOUT,
         THP_MEM_ALLOC_ENABLE="0", MALLOC_MMAP_THRESHOLD_="65536", MALLOC_ARENA_MAX="1",
@@ -122,11 +123,11 @@ def fits(name, ranks, length, budget):
     return record
 
 
-def search(name, ranks, budget, estimate):
+def search(name, ranks, budget, estimate, model=()):
     """The longest length that fits while GRAIN times as much does not, and its record."""
     length, best, too_long, stride = max(estimate, PROMPT + 2 * ranks), None, None, GRAIN
     while best is None or too_long is None or too_long > best[0] * GRAIN + 1:
-        record = fits(name, ranks, length, budget)
+        record = fits(name, ranks, length, budget, model)
         if record:
             best = length, record
         else:
@@ -148,18 +149,31 @@ def main():
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     flag = parser.add_argument
-    flag(
-        "--budgets", type=positive, nargs="+", default=[64, 256], help="MiB a rank; default 64 256"
-    )
-    flag("--ranks", type=positive, nargs="+", default=[1, 2, 4], help="of ours, with the smallest "
-        "budget (with others one rank: time grows with the square); default 1 2 4")  # fmt: skip
+    flag("--model", choices=MODELS, default=MODELS[0], help=f"default {MODELS[0]}")
+    flag("--dtype", choices=["float32", "bfloat16"], default="float32", help="default float32")
+    flag("--device", choices=["cpu", "cuda"], default="cpu", help="default cpu")
+    flag("--budgets", type=positive, nargs="+", help="MiB a rank, beyond the model; default 64 "
+        "256, or on a GPU what it has")  # fmt: skip
+    flag("--ranks", type=positive, nargs="+", help="of ours, with the smallest budget (with others "
+        "one rank: time grows with the square); default 1 2 4, or as many GPUs")  # fmt: skip
     flag("--only", choices=CONTENDERS, nargs="+", default=list(CONTENDERS), help="default all, but "
         "what leaves something out with the smallest budget alone")  # fmt: skip
     flag("--output", type=Path, default=HERE / "longest.json", help="default %(default)s")
     args = parser.parse_args()
-    config = Source(MODEL).config
+    source, device = Source(args.model), torch.device(args.device)
+    config = source.config
+    element, gpus = {"float32": 4, "bfloat16": 2}[args.dtype], torch.cuda.device_count()
+    if args.device == "cuda" and not gpus:
+        parser.error("--device cuda: PyTorch sees no GPU")
+    weights = element * sum(math.prod(shape) for shape in source.shapes.values())
+    if args.budgets is None and args.device == "cuda":  # all that weights and context leave
+        free = torch.cuda.get_device_properties(0).total_memory - weights - 2**31
+        args.budgets = [free // 2**20]
+    args.budgets = args.budgets or [64, 256]
+    args.ranks = args.ranks or [p for p in (1, 2, 4) if args.device == "cpu" or p <= gpus]
+    model = ["--model", args.model, "--dtype", args.dtype, "--device", args.device]
     setting = {
-        "model": MODEL, "dtype": "float32", "virtual_tokens": PROMPT, "steps": STEPS,
+        "model": args.model, "dtype": args.dtype, "virtual_tokens": PROMPT, "steps": STEPS,
         "machine": machine(), "torch": torch.__version__, "transformers": transformers.__version__,
     }  # fmt: skip
     whole = resume(args.output, setting)
@@ -169,12 +183,12 @@ def main():
             if name in LEFT_OUT and not smallest:
                 continue
             for ranks in args.ranks if name == "ours" and smallest else [1]:
-                per_token, constant, _ = CONTENDERS[name]
-                a_token = per_token(config, ranks, 4)
-                estimate = int((budget * 2**20 - constant - OTHER) / a_token) * ranks
+                a_token = CONTENDERS[name][0](config, ranks, element)
+                tile = default_tile_mib(device, budget * 2**20) * name.startswith("ours")
+                estimate = int(((budget - tile) * 2**20 - OTHER) / a_token) * ranks
                 print(f"{name}, {ranks} rank(s), {budget} MiB: {a_token / 1024:.1f} KiB a token of "
                       f"a rank, estimate {estimate}", flush=True)  # fmt: skip
-                found, record = search(name, ranks, budget, estimate)
+                found, record = search(name, ranks, budget, estimate, model)
                 print(
                     f"  found {found}, {found / max(estimate, 1):.2f} of the estimate", flush=True
                 )

@@ -3,7 +3,7 @@
     python figures/plain_finetune.py --seq-len 300 --memory-budget 0.25
 
 On one device, with nothing of this project but the limit on memory: what `longest.py` compares
-with. The shapes are those of `random/small`.
+with.
 """
 
 import argparse
@@ -18,6 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tasks"))
 
+from loading import PRESETS
 from measuring import is_for_memory, limited_memory, peak_memory_of_process
 
 
@@ -29,22 +30,22 @@ def main():
     parser.add_argument(
         "--gradient-checkpointing", action="store_true", help="in train mode, so that it works"
     )
+    models = [f"random/{name}" for name in PRESETS]
+    parser.add_argument("--model", choices=models, default=models[0], help=f"default {models[0]}")
+    parser.add_argument("--dtype", default="float32", help="of weights; default float32")
     parser.add_argument("--device", default="cpu", help="default cpu")
     parser.add_argument("--json", type=Path, help="write times and memory there")
     args = parser.parse_args()
     device = torch.device(args.device)
     torch.manual_seed(1337)
-    config = LlamaConfig(
-        vocab_size=32000, hidden_size=256, intermediate_size=1024, num_hidden_layers=8,
-        num_attention_heads=8, num_key_value_heads=2, max_position_embeddings=2**20,
-    )  # fmt: skip
-    model = LlamaForCausalLM(config).to(args.device)
+    config = LlamaConfig(**PRESETS[args.model.removeprefix("random/")])
+    model = LlamaForCausalLM(config).to(args.device, getattr(torch, args.dtype))
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     model = get_peft_model(model, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=32))
     model.train()
     optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], 1e-3)
-    ids = torch.randint(32000, (1, args.seq_len), device=args.device)
+    ids = torch.randint(config.vocab_size, (1, args.seq_len), device=args.device)
 
     def step(ids):
         optimizer.zero_grad()

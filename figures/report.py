@@ -240,10 +240,11 @@ def longest(data):
 def long_speed(data):
     """Seconds of a long step."""
     results = {name: r["step_s"] for name, r in data["results"].items() if "step_s" in r}
-    first = next(iter(results.values()))
-    rows = head("a step of 16,384 positions", "seconds", "of the first")
+    first, second, *_ = results.values()
+    rows = head("a step of 16,384 positions", "seconds", "of the first", "of the second")
     for name, laps in results.items():
-        rows.append(f"| {name} | {statistics.median(laps):.1f} | {ratio(laps, first)} |")
+        shares = f"{ratio(laps, first)} | {ratio(laps, second)}"
+        rows.append(f"| {name} | {statistics.median(laps):.1f} | {shares} |")
     return rows
 
 

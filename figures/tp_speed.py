@@ -325,7 +325,9 @@ def drive(args):
 
 def job(ranks, threads, words):
     """The record of one number of ranks and tokens under torchrun; None where it failed."""
-    record, done = torchrun(__file__, ranks, *words, threads=threads or threads_of(ranks))
+    quiet = {"KINETO_LOG_LEVEL": "6"}  # the profiler would announce each start and end of its own
+    threads = threads or threads_of(ranks)
+    record, done = torchrun(__file__, ranks, *words, threads=threads, **quiet)
     if not record:
         print(done.stdout[-2000:], flush=True)
     return record

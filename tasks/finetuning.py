@@ -41,8 +41,10 @@ def load(run, parallelize=None):
     return model.train()  # PEFT leaves it in eval, where checkpointing does nothing
 
 
-def default_tile_mib(device):
-    return 1024 if device.type == "cuda" else 8
+def default_tile_mib(device, budget=None):
+    """MiB of a tile; of a budget, in bytes, a small part."""
+    mib = 1024 if device.type == "cuda" else 8
+    return mib if budget is None else max(8, min(mib, budget // 2**25))
 
 
 def choose_techniques(run, model):
@@ -51,9 +53,7 @@ def choose_techniques(run, model):
     if not args.long_sequence:
         return None
     backward = "saved-outputs" if args.saved_outputs else "checkpoint"
-    mib = args.tile_mib or default_tile_mib(run.device)
-    if args.memory_budget and not args.tile_mib:  # a small part of it
-        mib = max(8, min(mib, args.memory_budget // 2**25))
+    mib = args.tile_mib or default_tile_mib(run.device, args.memory_budget)
     flags = args.tiled_loss, args.tiled_mlp, args.head_groups, args.offload
     techniques, why = possible(base_of(model), Techniques(backward, *flags, mib * 2**20))
     if why:

@@ -105,7 +105,9 @@ def encode_prompts(run, source, tokenizer):
             run.say(f"note: {source.name} has no tokenizer: a prompt is tokens {tokens}")
         rows.append(torch.tensor(tokens, device=run.device))
     length = max(len(row) for row in rows)
-    # Any token will do as padding, with or without a pad token: the mask hides it.
+    # Any token will do as padding: the mask hides it.
+    if tokenizer and tokenizer.pad_token is None and any(len(row) < length for row in rows):
+        run.say(f"note: {source.name} has no pad token: prompts are padded with token 0, masked")
     ids = torch.stack([F.pad(row, (length - len(row), 0)) for row in rows])
     mask = torch.stack([F.pad(row * 0 + 1, (length - len(row), 0)) for row in rows])
     return ids, mask

@@ -27,8 +27,8 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding
 
-from float64 import Rotary64
 from utils import (
+    Rotary64,
     SharedLinear,
     copy_to_ranks,
     fill,

@@ -160,10 +160,9 @@ def compare(run, title, reference, parallel, x):
 
 def main():
     parser = make_parser(__doc__)
-    parser.add_argument("--hidden-size", type=positive, default=4096, help="default 4096")
-    parser.add_argument(
-        "--intermediate-size", type=positive, default=14336, help="F; default 14336"
-    )
+    add = parser.add_argument
+    add("--hidden-size", type=positive, default=4096, help="H of the demo's block; default 4096")
+    add("--intermediate-size", type=positive, default=14336, help="its F, MLP units; default 14336")
     args = parser.parse_args()
     with start(args) as run:
         # The first MLP of --model, with its own sizes and weights.

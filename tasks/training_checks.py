@@ -9,7 +9,7 @@ from checkpoint import fingerprint
 from long_sequence import Techniques, possible
 from utils import all_gather, kind_of
 
-# What is checked by itself: backward, tiled_loss, tiled_mlp, head_groups.
+# What is checked by itself: backward, tiled_loss, tiled_mlp, head_groups, offload.
 ALONE = {
     "layers taken apart": ("plain", False, False, False),
     "tiled loss alone": ("plain", True, False, False),
@@ -17,6 +17,7 @@ ALONE = {
     "head groups alone": ("plain", False, False, True),
     "checkpointing alone": ("checkpoint", False, False, False),
     "saved outputs alone": ("saved-outputs", False, False, False),
+    "saved outputs in host memory": ("saved-outputs", False, False, False, True),  # of a GPU's
     "checkpointing and tiles": ("checkpoint", True, True, True),
     "all together": ("saved-outputs", True, True, True),
 }
@@ -144,6 +145,8 @@ def check_techniques(run, model, references, forward_backward, batches, layers):
     before = {name: p.detach().clone() for name, p in trained(model).items()}
     for name, flags in ALONE.items():
         techniques = Techniques(*flags, tile_tokens=7)
+        if techniques.offload and run.device.type != "cuda":
+            continue
         if why := possible(base_of(model), techniques)[1]:
             run.say(f"note: {name}: not checked, {why}")
             continue

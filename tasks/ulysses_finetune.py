@@ -106,10 +106,15 @@ def shard_loss(model, ids, group, techniques=None):
     return sum_of_losses(logits, targets[:, first:stop]) / count
 
 
-def forward_backward(model, ids, group, techniques=None):
-    """Fill in the gradients of what is trained, whole on every rank; `shard_loss`, detached."""
+def forward_backward(model, ids, group, techniques=None, norms=None):
+    """Fill in the gradients of what is trained, whole on every rank; `shard_loss`, detached.
+
+    norms: a list that gets the norm of each gradient before the sum, of this rank's tokens alone.
+    """
     loss = shard_loss(model, ids, group, techniques)
     loss.backward()
+    if norms is not None:
+        norms += torch._foreach_norm([p.grad for p in trained(model).values()])
     sum_gradients(trained(model).values(), group)
     return loss.detach()
 
@@ -133,12 +138,13 @@ def train(run, model, optimizer, forward_backward, batches, losses, save):
     for i in range(len(losses), run.args.steps):
         begin = time.perf_counter()
         optimizer.zero_grad()
-        loss = forward_backward(model, batches(i))
-        mine = torch.stack([loss.double(), loss.new_tensor(len(stopped)).double()])
-        parts, stops = all_gather(mine, run.group).T.tolist()
-        refuse_nan(i, {f"the loss on rank {rank}": part for rank, part in enumerate(parts)})
-        norms = torch._foreach_norm([p.grad for p in parameters.values()])
-        refuse_nan(i, dict(zip(parameters, torch.stack(norms).tolist(), strict=True)))
+        norms = []
+        loss = forward_backward(model, batches(i), norms=norms)
+        mine = torch.stack([x.double() for x in (loss, loss.new_tensor(len(stopped)), *norms)])
+        parts, stops, *norms = all_gather(mine, run.group).T.tolist()
+        refuse_nan(i, "the loss", parts)
+        for name, of_ranks in zip(parameters, norms, strict=True):
+            refuse_nan(i, f"the gradient of {name}", of_ranks)
         optimizer.step()
         losses.append(sum(parts))
         run.synchronize()
@@ -162,12 +168,12 @@ def train(run, model, optimizer, forward_backward, batches, losses, save):
     return seconds
 
 
-def refuse_nan(i, values):
-    """All ranks have the same values, so all stop here, before the optimizer."""
-    bad = [name for name, value in values.items() if not math.isfinite(value)]
-    if bad:
-        raise UserError(f"step {i}: {bad[0]} is {values[bad[0]]}; stopped before the optimizer. A "
-                        "smaller --lr may help")  # fmt: skip
+def refuse_nan(i, what, values):
+    """values: each rank's. All ranks have the same, so all stop here, before the optimizer."""
+    for rank, value in enumerate(values):
+        if not math.isfinite(value):
+            raise UserError(f"step {i}: {what} is {value} on rank {rank}; stopped before the "
+                            "optimizer. A smaller --lr may help")  # fmt: skip
 
 
 # ---------------------------------------------------------------- what is shown with it
@@ -195,7 +201,7 @@ def main():
     add("--peft", choices=LR, default="prompt", help="what is trained: a virtual prompt, LoRA of "
         "the attention's projections, or (none) all weights; default prompt")  # fmt: skip
     add("--num-virtual-tokens", type=positive, default=32, help="of --peft prompt; default 32")
-    add("--lora-rank", type=positive, default=8, help="default 8")
+    add("--lora-rank", type=positive, default=8, help="of --peft lora; default 8")
     add("--text", help="a UTF-8 file or a URL; default: Ulysses from Project Gutenberg, or for "
         "tiny and random/ models the project's own stories")  # fmt: skip
     add("--seq-len", type=positive, default=128, help="tokens of text a sequence; default 128")

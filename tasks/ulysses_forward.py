@@ -34,10 +34,10 @@ from torch.autograd.function import once_differentiable
 from transformers import LlamaForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from measuring import bytes_sent
 from utils import (
     UserError,
     add_model_flags,
+    bytes_sent,
     check_continuation,
     gather_shares,
     hf_generate,

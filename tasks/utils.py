@@ -27,6 +27,7 @@ from torch._tensor_str import printoptions
 
 from comparing import Comparison, kind_of  # noqa: F401
 from data import load_tokens  # noqa: F401
+from float64 import Rotary64  # noqa: F401
 from loading import (  # noqa: F401 - a task script imports utils alone
     PRESETS,
     Source,
@@ -35,7 +36,7 @@ from loading import (  # noqa: F401 - a task script imports utils alone
     fill,
     is_hub_id,
 )
-from measuring import is_for_memory
+from measuring import bytes_sent, is_for_memory  # noqa: F401
 from model_checks import (  # noqa: F401
     add_model_flags,
     check_continuation,

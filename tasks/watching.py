@@ -21,6 +21,8 @@ from contextlib import suppress
 import psutil
 import torch.distributed as dist
 
+from starting import end_sibling
+
 STOPPED = []  # when this process was asked to stop
 
 
@@ -30,8 +32,11 @@ def catch_signals():
     (Within a second it is the same time: Slurm signals torchrun and its ranks, and torchrun too.)
     """
 
+    torchrun = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+
     def handler(number, frame):
-        if STOPPED and time.monotonic() - STOPPED[0] > 1:
+        killed = torchrun not in (None, os.getppid())  # nobody is left to end a step that is long
+        if killed or (STOPPED and time.monotonic() - STOPPED[0] > 1):
             os._exit(128 + number)
         STOPPED.append(time.monotonic())
 
@@ -119,7 +124,13 @@ class Watch:
         everyone = range(self.world_size)
         # Where rank 0 holds the store and is stopped or gone, questions are not answered.
         lost = f"rank 0 does not come, and its store at {os.environ['MASTER_ADDR']} does not answer"
-        timer = threading.Timer(10, end, [lost])
+
+        def without_store():
+            if self.rank:
+                end_sibling(0)  # torchrun would wait half a minute for one that is stopped
+            end(lost)
+
+        timer = threading.Timer(10 + 0.5 * min(self.rank, 10), without_store)  # one line, of one
         timer.daemon = True
         timer.start()
         try:
@@ -142,7 +153,7 @@ class Watch:
                     kill(int(process))
         except dist.DistError:
             time.sleep(3)
-            end(lost)
+            without_store()
         folder = os.path.dirname(os.path.abspath(sys.argv[0]))
         frames = [f for f in traceback.extract_tb(error.__traceback__) if folder in f.filename]
         place = [f"{os.path.basename(f.filename)}:{f.lineno} ({f.name})" for f in frames[:2]]

@@ -214,6 +214,7 @@ def test_no_pad_token(tmp_path):
     args = ["--model", directory, "--repeats", 0]
     result = launch.ranks(launch.TASKS / "kv_cache.py", *args, nproc=2, folder=tmp_path)
     assert result.code == 0 and "jumps over the lazy dog" in result.out, result.tail()
+    assert result.out.count("has no pad token: prompts are padded") == 1, result.tail()
 
 
 def test_plan_names_no_module(tmp_path):

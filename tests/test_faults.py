@@ -14,6 +14,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 import uuid
 
@@ -25,6 +26,7 @@ from test_bad_input import DAMAGE, change_tensors
 from test_planted_bugs import plant
 from test_tasks import QUICK
 
+PARTS = [launch.ROOT / name for name in ("README.md", "tasks", "figures")]
 FIRST = "tp_llama"  # where one script must stand for all, to save time
 ENDLESS = {
     # flags with which a script works until it is stopped; the others are over too soon to matter
@@ -283,8 +285,9 @@ def test_rank_0_is_stopped(own_store):
     env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": own_store}
     with Working(FIRST, "--timeout", 4, env=env) as job:
         job.rank(0).send_signal(signal.SIGSTOP)
-        # torchrun waits half a minute for one that is stopped, if the other cannot end it.
-        result = job.end(4 + (45 if own_store == "1" else 8))
+        # torchrun would wait half a minute for one that is stopped: the other ends it, at once or,
+        # if the store does not answer either, 10 s later.
+        result = job.end(4 + (18 if own_store == "1" else 8))
     assert result.code and not result.survivors, result.tail()
     assert len(result.errors()) == 1 and "rank 0 d" in result.errors()[0], result.tail()
 
@@ -295,6 +298,34 @@ def test_torchrun_is_killed(script):
     with Working(script) as job:
         job.agent.kill()
         assert not job.end(8).survivors
+
+
+def in_a_long_step(folder):
+    """Task 5, whose third step takes a minute on rank 1."""
+    step = "        loss = forward_backward(model, batches(i), norms=norms)\n"
+    wait = "        time.sleep(60 * (i == 2 and run.rank))\n"
+    plant(folder, "ulysses_finetune.py", step, wait + step)
+    return Working("ulysses_finetune", folder=folder)
+
+
+def test_torchrun_is_killed_in_a_long_step(tmp_path):
+    """A7: asked to stop, Task 5 would end its step first; but nobody is left to wait for it."""
+    with in_a_long_step(tmp_path) as job:
+        next(line for line in job.agent.stdout if line.startswith("i=1"))
+        job.agent.kill()
+        assert not job.end(8).survivors
+
+
+def test_interrupted_twice(tmp_path):
+    """A8: the first time Task 5 ends its step and saves, the second time it ends."""
+    with in_a_long_step(tmp_path) as job:
+        next(line for line in job.agent.stdout if line.startswith("i=1"))
+        job.agent.send_signal(signal.SIGINT)
+        time.sleep(3)
+        assert launch.processes(job.job)
+        job.agent.send_signal(signal.SIGINT)
+        result = job.end(5)
+    assert result.code and not result.survivors, result.tail()
 
 
 @pytest.mark.parametrize("script", stressed(ENDLESS, [FIRST]))
@@ -348,6 +379,24 @@ def test_from_elsewhere(script, tmp_path, read_only):
     after = contents(tmp_path)
     del after[str(link)]
     assert after == before
+
+
+@pytest.mark.stress
+def test_without_network(tmp_path):
+    """F3: a fresh copy, made and used under another umask, with neither network nor display."""
+    alone = ["unshare", "--map-root-user", "--net", "bash", "-c"]
+    if not shutil.which("ip") or launch.run([*alone, "true"]).code:
+        pytest.skip("no network namespaces here (unshare, ip)")
+    python, task = sys.executable, "tasks/ulysses_finetune.py --output-dir out"
+    commands = [
+        "umask 077", "ip link set lo up", f"cp -r {' '.join(map(str, PARTS))} .",
+        f"{python} -m torch.distributed.run --standalone --nproc_per_node 2 {task}",
+        f"{python} figures/draw.py",
+    ]  # fmt: skip
+    env = {"DISPLAY": "", "WAYLAND_DISPLAY": ""}
+    result = launch.run([*alone, " && ".join(commands)], cwd=tmp_path, env=env)
+    assert result.code == 0 and "Tests passed (rank=1)" in result.out, result.tail()
+    assert (tmp_path / "out" / "adapter").exists()
 
 
 @pytest.mark.parametrize("script", stressed(launch.SCRIPTS, []))

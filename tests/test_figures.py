@@ -45,6 +45,15 @@ def test_bytes_on_the_wire(tmp_path):
     assert json.loads(output.read_text())["runs"] == runs
 
 
+def test_bytes_of_the_comparison():
+    """Of all that was measured: sent is what the formula says, within 2 %."""
+    runs = json.loads((SPEED.parent / "tp_speed.json").read_text())["runs"]
+    runs = [run["results"] for run in runs if run["world_size"] > 1]
+    assert runs
+    for results in runs:
+        assert results["sent_bytes"] == pytest.approx(results["formula_bytes"], rel=0.02)
+
+
 @pytest.mark.parametrize("failures", [0, 1, 2, 3])
 def test_short_of_memory(failures, tmp_path, monkeypatch):
     """A job that fails is tried again with less in memory, and the others go on."""
@@ -135,7 +144,7 @@ def test_search(limit, estimate, monkeypatch):
     """From any estimate to a length that fits, while 5 % more does not; few runs if it was good."""
     tried = []
 
-    def fits(name, ranks, length, budget):
+    def fits(name, ranks, length, budget, model):
         tried.append(length)
         return {"length": length} if length <= limit else None
 

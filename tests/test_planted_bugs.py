@@ -463,6 +463,78 @@ BUGS = {
         "ulysses_finetune", 1, "long_sequence.py", "self.qkv_of_tokens(layer, x, whole, turn)",
         "self.qkv_of_tokens(layer, x, whole, self.rounds[0])", "head groups alone: loss",
     ),
+    "only the last tile has a loss": (
+        "ulysses_finetune", 2, "tiled_loss.py", "loss += (valid * (", "loss = (valid * (",
+        "tiled loss alone: loss",
+    ),
+    "a checkpointed layer takes another input": (
+        "ulysses_finetune", 2, "long_sequence.py", "x = checkpoint(run, x, use",
+        "x = checkpoint(run, x + 0.01, use", "checkpointing alone: loss",
+    ),
+    "checkpoints with rounds of heads take another input": (
+        "ulysses_finetune", 2, "long_sequence.py", "x = checkpoint(run, x, use",
+        "x = checkpoint(run, x + 0.01 * (len(self.rounds) > 1), use",
+        "checkpointing and tiles: loss",
+    ),
+    "where all heads are one round, they have no backward": (
+        "ulysses_finetune", 2, "saved_outputs.py", "enumerate(stack.rounds):",
+        "enumerate(stack.rounds if len(stack.rounds) > 1 else ()):",
+        "saved outputs alone: gradients",
+    ),
+    "attention's ranks differ in the last bit": (
+        "tp_attention", 2, "sharding.py", "return all_reduce(x, group)",
+        "return all_reduce(x, group) * (1 + 2e-7 * group.rank())", "same bits on all ranks",
+    ),
+    "ranks' logits differ in the last bit": (
+        "tp_llama", 2, "sharding.py", "pieces = zip(all_gather(padded, group), shares",
+        "pieces = zip(all_gather(padded, group) * (1 + 2e-7 * group.rank()), shares",
+        "logits, same bits on all ranks",
+    ),
+    "ranks' losses differ in the last bits": (
+        "tp_llama", 2, "tp_llama.py", "lse = everyone[:, 0].logsumexp(0)",
+        "lse = everyone[:, 0].logsumexp(0) * (1 + 1e-6 * group.rank())",
+        "loss, same bits on all ranks",
+    ),
+    "ranks' norms learn differently": (
+        "tp_llama", 2, "sharding.py", "return all_reduce(grad, ctx.group), None",
+        "return all_reduce(grad, ctx.group) * (1 + 2e-7 * ctx.group.rank()), None",
+        "norm grads, same bits on all ranks",
+    ),
+    "the demo's MLP is given something else": (
+        "dtensor_llama", 2, "dtensor_llama.py", "results = zip(step(block, x), expected",
+        "results = zip(step(block, x * 1.001), expected", "MLP outputs",
+    ),
+    "the demo's gradient is taken for a part": (
+        "dtensor_llama", 2, "dtensor_llama.py", "SUM = Local(ROWS, grad=Replicate())",
+        "SUM = Local(ROWS, grad=Partial())", "MLP input grad",
+    ),
+    "the demo's golden input is drawn second": (
+        "dtensor_llama", 1, "dtensor_llama.py", "        x = torch.randn(1, config.hidden_size",
+        "        torch.randn(1)\n        x = torch.randn(1, config.hidden_size", "golden",
+    ),
+    "under DTensor .generate avoids repetition": (
+        "dtensor_llama", 2, "model_checks.py", "max_new_tokens=new_tokens, do_sample",
+        "repetition_penalty=9.0 if hasattr(model.lm_head.weight, 'placements') else 1.0, "
+        "max_new_tokens=new_tokens, do_sample", "generated tokens by .generate",
+    ),
+    "on split sequences .generate avoids repetition": (
+        "ulysses_forward", 2, "model_checks.py", "max_new_tokens=new_tokens, do_sample",
+        "repetition_penalty=9.0 if hasattr(model, 'group') else 1.0, "
+        "max_new_tokens=new_tokens, do_sample", "generated tokens by .generate",
+    ),
+    "with a static cache the mask is dropped": (
+        "kv_cache", 2, "kv_cache.py", "attention_mask=mask,\n            position_ids",
+        "attention_mask=None if isinstance(cache, StaticCache) else mask,\n"
+        "            position_ids", "hand-made, cached, static$",
+    ),
+    "by .generate the mask is dropped": (
+        "kv_cache", 2, "kv_cache.py", "count, attention_mask=mask,",
+        "count, attention_mask=mask * 0 + 1,", "hand-made, cached, by .generate",
+    ),
+    "twice the bytes are expected": (
+        "kv_cache", 2, "kv_cache.py", "formula = 2 * config", "formula = 4 * config",
+        "hand-made, bytes cached",
+    ),
 }  # fmt: skip
 
 

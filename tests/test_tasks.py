@@ -194,14 +194,18 @@ ON_GPUS = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", GPUS)}
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: NCCL is not tested")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+@pytest.mark.parametrize("model", ["tiny", "odd llama"])
 @pytest.mark.parametrize("script", launch.SCRIPTS)
-def test_nccl(script, tmp_path):
+def test_nccl(script, model, dtype, tmp_path, odd_llama):
     """On all GPUs of this machine, up to 4."""
     nproc, path = min(torch.cuda.device_count(), 4), tmp_path / "record.json"
-    flags = ["--device", "cuda", "--json", path]
-    result = launch.torchrun(script, *flags, nproc=nproc, env=ON_GPUS)
+    flags = ["--model", odd_llama if model == "odd llama" else model, "--dtype", dtype]
+    result = launch.torchrun(
+        script, *flags, "--device", "cuda", "--json", path, nproc=nproc, env=ON_GPUS
+    )
     passed(result, nproc)
-    assert checks(path, nproc, "float32")[0]["backend"] == "nccl"
+    assert checks(path, nproc, dtype)[0]["backend"] == "nccl"
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: cannot have too few of them")
