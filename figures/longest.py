@@ -68,7 +68,7 @@ def ours(c, ranks, e, left_out):
         kept = L * H
         most = 2 * H + ND + 2 * (n + 2 * k) * D + 5 * n * D
     if "tiled-loss" in left_out:  # three times logits; x and its gradient, before and behind a norm
-        most = max(most, 3 * V + 4 * H)
+        most = max(most, 3 * V * max(e, 4) // e + 4 * H)
     if "tiled-mlp" in left_out:
         # d, do, o; gate, its activation, what it multiplies, and gradients; the norm's, and y.
         most = max(most, H + 2 * ND + 6 * F + 3 * H)
@@ -168,12 +168,15 @@ def main():
     weights = element * sum(math.prod(shape) for shape in source.shapes.values())
     if args.budgets is None and args.device == "cuda":  # all that weights and context leave
         free = torch.cuda.get_device_properties(0).total_memory - weights - 2**31
+        if free <= 0:
+            parser.error(f"{args.model}: {weights} bytes of weights, too many for this GPU")
         args.budgets = [free // 2**20]
     args.budgets = args.budgets or [64, 256]
     args.ranks = args.ranks or [p for p in (1, 2, 4) if args.device == "cpu" or p <= gpus]
     model = ["--model", args.model, "--dtype", args.dtype, "--device", args.device]
     setting = {
-        "model": args.model, "dtype": args.dtype, "virtual_tokens": PROMPT, "steps": STEPS,
+        "model": args.model, "dtype": args.dtype, "device": args.device,
+        "virtual_tokens": PROMPT, "steps": STEPS,
         "machine": machine(), "torch": torch.__version__, "transformers": transformers.__version__,
     }  # fmt: skip
     whole = resume(args.output, setting)

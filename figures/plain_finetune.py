@@ -2,8 +2,8 @@
 
     python figures/plain_finetune.py --seq-len 300 --memory-budget 0.25
 
-On one device, with nothing of this project but the limit on memory: what `longest.py` compares
-with.
+On one device, with nothing of this project but the sizes and the limit on memory: what
+`longest.py` compares with.
 """
 
 import argparse

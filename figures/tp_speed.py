@@ -283,8 +283,8 @@ def drive(args):
             wanted = [t for t in args.techniques if ranks > 1 or t != "transformers"]
             if args.missing:
                 wanted = [t for t in wanted if (ranks, seq_len, t) not in there]
-            # With more ranks than cores memory is what there is too little of.
-            together = on_gpu or ranks <= os.cpu_count()
+            # Else memory is what there is too little of (24 GB were, for 2 ranks at 2,048 tokens).
+            together = on_gpu or (ranks <= os.cpu_count() and ranks * seq_len <= 2048)
             parts = [wanted] if together else [[technique] for technique in wanted]
             jobs += [(ranks, seq_len, part) for part in parts if part]
     if not jobs:  # transformers' plan on one rank, or with --missing all of it

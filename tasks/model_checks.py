@@ -106,7 +106,8 @@ def encode_prompts(run, source, tokenizer):
         rows.append(torch.tensor(tokens, device=run.device))
     length = max(len(row) for row in rows)
     # Any token will do as padding: the mask hides it.
-    if tokenizer and tokenizer.pad_token is None and any(len(row) < length for row in rows):
+    without = tokenizer and "pad_token" not in tokenizer.special_tokens_map
+    if without and any(len(row) < length for row in rows):
         run.say(f"note: {source.name} has no pad token: prompts are padded with token 0, masked")
     ids = torch.stack([F.pad(row, (length - len(row), 0)) for row in rows])
     mask = torch.stack([F.pad(row * 0 + 1, (length - len(row), 0)) for row in rows])

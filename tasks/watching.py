@@ -126,8 +126,9 @@ class Watch:
         lost = f"rank 0 does not come, and its store at {os.environ['MASTER_ADDR']} does not answer"
 
         def without_store():
-            if self.rank:
-                end_sibling(0)  # torchrun would wait half a minute for one that is stopped
+            with suppress(psutil.Error):
+                if self.rank:
+                    end_sibling(0)  # torchrun would wait half a minute for one that is stopped
             end(lost)
 
         timer = threading.Timer(10 + 0.5 * min(self.rank, 10), without_store)  # one line, of one

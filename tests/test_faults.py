@@ -322,9 +322,9 @@ def test_interrupted_twice(tmp_path):
         next(line for line in job.agent.stdout if line.startswith("i=1"))
         job.agent.send_signal(signal.SIGINT)
         time.sleep(3)
-        assert launch.processes(job.job)
+        assert job.rank(1).is_running()
         job.agent.send_signal(signal.SIGINT)
-        result = job.end(5)
+        result = job.end(10)
     assert result.code and not result.survivors, result.tail()
 
 
