@@ -36,7 +36,7 @@ QUICK = {"test_parts.py", "test_bad_input.py", "test_long_sequence.py", "test_re
 def pytest_collection_modifyitems(items):
     """`quick`: some files, and every script once, in float64 on 2 ranks."""
     for item in items:
-        slow = item.name.startswith("test_other_commands")
+        slow = item.name.startswith("test_other_commands") or item.get_closest_marker("stress")
         once = item.name.startswith("test_float64[") and item.name.endswith("-2]")
         if once or (item.path.name in QUICK and not slow):
             item.add_marker("quick")

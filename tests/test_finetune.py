@@ -55,7 +55,9 @@ def test_float32(peft, tmp_path):
     assert result.code == 0 and result.out.count("Tests passed") == 3, result.tail()
 
 
-@pytest.mark.parametrize("peft", [pytest.param("prompt", marks=pytest.mark.stress), "lora", "none"])
+@pytest.mark.parametrize(
+    "peft", [*(pytest.param(p, marks=pytest.mark.stress) for p in ("prompt", "lora")), "none"]
+)
 def test_bfloat16(peft, odd_llama, tmp_path):
     """Of an untrained model, whose gradients are next to nothing here and there."""
     args = ["--model", odd_llama, "--dtype", "bfloat16", "--peft", peft, "--check-steps", 3]
@@ -417,6 +419,7 @@ BAD_FLAGS = {
 }
 
 
+@pytest.mark.stress
 def test_refused_again_and_again(trained, tmp_path):
     """What torchrun starts again is refused again: only a folder of its own is gone on from."""
     folder = shutil.copytree(trained, tmp_path / "out")

@@ -24,13 +24,14 @@ from training_checks import ALONE
 SCRIPT = launch.TASKS / "ulysses_finetune.py"
 
 
-ON_TWO = pytest.param("lora", 2, marks=pytest.mark.stress)  # as Task 5 by itself
+BOTH = [
+    pytest.param(peft, nproc, marks=[pytest.mark.stress] * (peft == other))
+    for nproc, other in ((1, "prompt"), (2, "lora"), (3, "prompt"), (4, None))
+    for peft in ("lora", "prompt")
+]
 
 
-@pytest.mark.parametrize(
-    ("peft", "nproc"),
-    [("lora", 1), ON_TWO, ("lora", 3), ("lora", 4), *(("prompt", nproc) for nproc in (1, 2, 3, 4))],
-)
+@pytest.mark.parametrize(("peft", "nproc"), BOTH)
 def test_float64(peft, nproc, tmp_path, odd_llama):
     """Each technique alone and all together, a batch of 2, a prime length, odd numbers of heads."""
     args = ["--model", odd_llama, "--dtype", "float64", "--peft", peft, "--batch-size", 2]

@@ -89,7 +89,14 @@ def test_every_task_is_shown():
     assert all("Tests passed (rank=0)" in printed for _, printed in SHOWN.values())
 
 
-@pytest.mark.parametrize("command", OTHERS, ids=lambda command: command.split("/", 1)[1][:40])
+LONG = "long_speed"  # its parts are in test_long_sequence.py, too
+
+
+@pytest.mark.parametrize(
+    "command",
+    [pytest.param(c, marks=[pytest.mark.stress] * (LONG in c)) for c in OTHERS],
+    ids=lambda command: command.split("/", 1)[1][:40],
+)
 def test_other_commands(command, tmp_path):
     printed = OTHERS[command]
     for pattern, less in LESS:
