@@ -150,7 +150,8 @@ def main():
     )
     flag = parser.add_argument
     flag("--model", choices=MODELS, default=MODELS[0], help=f"default {MODELS[0]}")
-    flag("--dtype", choices=["float32", "bfloat16"], default="float32", help="default float32")
+    flag("--dtype", choices=["float32", "bfloat16"], default="float32", help="default float32, "
+        "which the estimates are for")  # fmt: skip
     flag("--device", choices=["cpu", "cuda"], default="cpu", help="default cpu")
     flag("--budgets", type=positive, nargs="+", help="MiB a rank, beyond the model; default 64 "
         "256, or on a GPU what it has")  # fmt: skip
