@@ -5,8 +5,8 @@
 
 Tokens from a cache, by one process with the cores of all ranks and by Task 2's model: as it is,
 without any collective (and so with wrong tokens), and with gloo's own all-reduce in two steps in
-place of an all-gather and a sum. Then how long such a sum takes, a thousand times. In turns,
-slowest rank, as everywhere.
+place of an all-gather and a sum: in turns, slowest rank, as everywhere. Then how long such a sum
+takes, a thousand times, as rank 0 sees it.
 """
 
 import statistics
