@@ -18,26 +18,19 @@ from pathlib import Path
 from unittest.mock import patch
 
 import torch
-import torch.distributed as dist
 from transformers import DynamicCache
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tasks"))
 
 import kv_cache
 import sharding
-from kv_cache import choose_among_ranks, choose_whole, generate, generation
-from measuring import interleave, ratio, threads_alone
+from kv_cache import choose_among_ranks, choose_whole, generate, generation, say_times
+from measuring import interleave, threads_alone
+from records import here_and_now
 from tp_llama import tensor_parallelize
 from utils import UserError, make_parser, positive, start
 
 SUMS = 1000
-
-
-def two_steps(tensor, group):
-    """gloo's all-reduce, which scatters the sum and gathers it."""
-    total = tensor.clone()
-    dist.all_reduce(total, group=group)
-    return total
 
 
 def alone(tensor, group):
@@ -50,20 +43,20 @@ def own_only(tensor, group):
     return torch.stack([tensor] * group.size())
 
 
-WAYS = {  # [(module, function, what takes its place), ...]
+WAYS = {  # [(module, name, what takes its place), ...]
     "by hand": [],
     "by hand, without collectives": [
         (sharding, "all_reduce", alone), (kv_cache, "all_gather", own_only),
     ],
-    "by hand, sums in two steps": [(sharding, "all_reduce", two_steps)],
+    "by hand, sums in two steps": [(sharding, "FEW_BYTES", 0)],
 }  # fmt: skip
 
 
 def replaced(places, contender):
-    """A contender of `interleave`, with some functions in the place of others."""
+    """A contender of `interleave`, with other things in some places."""
     with ExitStack() as stack:
-        for module, name, function in places:
-            stack.enter_context(patch.object(module, name, function))
+        for module, name, other in places:
+            stack.enter_context(patch.object(module, name, other))
         yield from contender()
 
 
@@ -77,6 +70,7 @@ def main():
     with start(args) as run, torch.no_grad():
         if run.device.type != "cpu":
             raise UserError("this is about gloo's messages: --device cpu")
+        run.results |= here_and_now()
         source, threads = run.source, torch.get_num_threads()
         reference = source.load_model(run.dtype, run.device) if run.rank == 0 else None
         split = partial(tensor_parallelize, group=run.group)
@@ -93,17 +87,11 @@ def main():
 
         job = ids, args.new_tokens
         contenders = {
-            "one process": partial(generation, reference, *job, choose_whole, threads_alone(run))
+            "one rank": partial(generation, reference, *job, choose_whole, threads_alone(run))
         }
         by_hand = partial(generation, model, *job, choose_among_ranks, threads)
         contenders |= {name: partial(replaced, places, by_hand) for name, places in WAYS.items()}
-        seconds = interleave(run, contenders, args.repeats)
-        single = seconds["one process"]["generate"]
-        for name, phases in seconds.items():
-            laps = phases["generate"]
-            run.say(f"time {name}: {statistics.median(laps):.4f} s, median ratio "
-                    f"{ratio(laps, single)}")  # fmt: skip
-            run.results[name] = {"generate_s": laps}
+        say_times(run, interleave(run, contenders, args.repeats), args.new_tokens)
         x, laps = torch.ones(1, 1, source.config.hidden_size, dtype=run.dtype), []
         for _ in range(SUMS):
             begin = time.perf_counter()

@@ -1,7 +1,7 @@
 """Draw the figures from the measurements beside this file.
 
 python figures/draw.py                # all of them
-python figures/draw.py /tmp/mine.json # records like those of report, tp_speed or longest, as .png
+python figures/draw.py /tmp/mine.json # one like report, tp_speed, longest or diagrams
 """
 
 import argparse
@@ -199,7 +199,7 @@ def draw_sequence_speed(data, path):
     axes[2].set_xticks(range(len(steps)), names)
     axes[2].set(ylabel="seconds", title="Task 5, a step of 16,384 positions")
     what = f"left: {forward['model']}, 4 layers; right: {long['model']}"
-    finish(figure, axes, what, forward | forward["versions"], path)
+    finish(figure, axes, what, forward | forward["versions"] | results, path)
 
 
 def bars(axis, places, laps, colour, hatch, label):

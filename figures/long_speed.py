@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tasks"))
 from finetuning import default_tile_mib, load
 from long_sequence import Techniques
 from measuring import interleave, num_threads, ratio
+from records import here_and_now
 from ulysses_finetune import forward_backward
 from ulysses_forward import sequence_parallelize
 from utils import make_parser, positive, start
@@ -40,7 +41,7 @@ def main():
         length = args.seq_len - args.num_virtual_tokens
         ids = run.from_rank0(torch.randint(run.source.config.vocab_size, (1, length)))
         alone, own_threads = dist.new_group([0]), torch.get_num_threads()
-        losses = {}
+        losses, run.results = {}, here_and_now()
 
         def step(name, group, techniques):
             if group is run.group or run.rank == 0:

@@ -44,6 +44,11 @@ def machine():
     return {"cpu": name, "cores": os.cpu_count(), "gpus": gpus}
 
 
+def here_and_now():
+    """What stands beside a record."""
+    return {"machine": machine(), "date": time.strftime("%Y-%m-%d")}
+
+
 def resume(path, setting):
     """The records of an earlier time in `path`, or new ones where those are of another setting.
 

@@ -12,14 +12,13 @@ import json
 import re
 import statistics
 import sys
-import time
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "tasks"))
 
 from measuring import ratio  # noqa: E402
-from records import machine, torchrun  # noqa: E402
+from records import here_and_now, torchrun  # noqa: E402
 
 README, TASKS = HERE.parent / "README.md", HERE.parent / "tasks"
 GRADIENTS = "gradients of all weights", r"\.weight grad$"
@@ -80,7 +79,7 @@ DTYPES = "float64", "float32"
 
 def record(path):
     """Run every task in both dtypes, and keep of each claim the worst check."""
-    whole = {"machine": machine(), "date": time.strftime("%Y-%m-%d"), "tasks": {}}
+    whole = here_and_now() | {"tasks": {}}
     for script, (_, ranks, flags, claims) in TASK.items():
         for dtype in DTYPES:
             print(f"{script}, {dtype}, {ranks} ranks", flush=True)
@@ -245,7 +244,7 @@ def long_speed(data):
     for name, laps in results.items():
         shares = f"{ratio(laps, first)} | {ratio(laps, second)}"
         rows.append(f"| {name} | {statistics.median(laps):.1f} | {shares} |")
-    return rows
+    return [*rows, "", on(data | data["results"], f"`{data['model']}`, {data['dtype']}")]
 
 
 TABLES = {  # name in the README: (made by, of)

@@ -15,13 +15,18 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tasks"))
 
 from model_checks import measure_memory, measure_time
+from records import here_and_now
 from ulysses_forward import sequence_parallelize, sum_gradients
-from utils import add_model_flags, make_parser, start
+from utils import make_parser, positive, start
 
 
 def main():
     parser = make_parser(__doc__)
-    add_model_flags(parser)
+    add = parser.add_argument
+    add("--batch-size", type=positive, default=1, help="sequences; default 1")
+    add("--seq-len", type=positive, default=4096, help="tokens of each; default 4096")
+    add("--repeats", type=positive, default=7, help="timed steps of each; default 7")
+    parser.set_defaults(model="random/llama-3.2-1b-32k")
     args = parser.parse_args()
     with start(args) as run:
 
@@ -31,6 +36,7 @@ def main():
         def reduce(tensors):
             sum_gradients(tensors, run.group)
 
+        run.results |= here_and_now()
         source, place = run.source, (run.dtype, run.device)
         reference = source.load_model(*place) if run.rank == 0 else None
         parallel = source.load_model(*place, parallelize)

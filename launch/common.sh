@@ -15,9 +15,13 @@ usage() {  # the comment at the head of the script
 
 gpus() {  # how many there are for us
     if [[ -n ${CUDA_VISIBLE_DEVICES+set} ]]; then
-        local ids
+        local ids id count=0
         IFS=, read -ra ids <<<"$CUDA_VISIBLE_DEVICES"
-        echo "${#ids[@]}"
+        for id in ${ids[@]+"${ids[@]}"}; do  # -1, NoDevFiles: none from there on
+            [[ $id =~ ^\ *(GPU|MIG|[0-9]) ]] || break
+            count=$((count + 1))
+        done
+        echo "$count"
     else
         { nvidia-smi --list-gpus 2>/dev/null || true; } | grep -c '^GPU' || true
     fi

@@ -207,6 +207,19 @@ def generation(model, ids, new_tokens, choose, threads):
         yield "generate"
 
 
+def say_times(run, seconds, new_tokens):
+    """Print what each contender of `interleave` took to generate, beside the first."""
+    alone = next(iter(seconds.values()))["generate"]
+    for name, phases in seconds.items():
+        times = phases["generate"]
+        median = statistics.median(times)
+        run.say(
+            f"time {name}: {median:.4f} s, {new_tokens / median:.1f} tokens/s, "
+            f"median ratio {ratio(times, alone)}"
+        )
+        run.results[f"{key(name)}_generate_s"] = times
+
+
 def measure(run, models, reference):
     """Print tokens per second of cached generation, one prompt of --prompt-len tokens."""
     args, config = run.args, run.source.config
@@ -220,19 +233,12 @@ def measure(run, models, reference):
     for name, (model, choose) in models.items():
         contenders[name] = partial(generation, model, ids, args.new_tokens, choose, threads)
     seconds = interleave(run, contenders, args.repeats)
-    for name, phases in seconds.items():
-        times, alone = phases["generate"], seconds["one rank"]["generate"]
-        run.say(
-            f"time {name}: {statistics.median(times):.4f} s, "
-            f"{args.new_tokens / statistics.median(times):.1f} tokens/s, "
-            f"median ratio {ratio(times, alone)}"
-        )
-        run.results[f"{key(name)}_generate_s"] = times
+    say_times(run, seconds, args.new_tokens)
     run.say(
         f"({args.new_tokens} tokens after {length}, {args.repeats} times, slowest rank; "
         f"{threads} thread(s) a rank, {all_threads} for the one alone)"
     )
-    say_if_short(run, alone)
+    say_if_short(run, seconds["one rank"]["generate"])
 
 
 def main():

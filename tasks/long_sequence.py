@@ -14,7 +14,7 @@ tokens one by one, and is built again from attention's outputs, with matrix prod
 takes as little memory as recomputing layers and, since attention is most of the time, less time.
 
 Under Ulysses all of it is as on one rank: tiles are of a rank's own tokens, and the heads taken at
-a time are spread over the ranks. What travels is what travels under checkpointing.
+a time are spread over the ranks. What travels is what travels under checkpointing, heads in groups.
 
 `sequence_loss` is what a training script calls. Sources: checkpointing, arXiv 1604.06174; tiled
 loss and MLP, ALST, arXiv 2506.13996, section 3; log-sum-exps, FlashAttention-2, arXiv 2307.08691.
@@ -80,7 +80,8 @@ def sequence_loss(model, embeddings, targets, length, group, techniques):
         hidden = stack.run(embeddings())
     norm, head = model.model.norm, model.lm_head
     if techniques.tiled_loss:
-        tile = techniques.tile(head.weight.shape[0], max(4, hidden.element_size()))
+        size = hidden.element_size()  # of half types also float32
+        tile = techniques.tile(head.weight.shape[0], size if size > 2 else size + 4)
         return TiledLoss.apply(hidden, targets, norm, tile, norm.weight, head.weight)
     return sum_of_losses(head(norm(hidden)), targets)
 

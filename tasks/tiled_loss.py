@@ -13,7 +13,8 @@ class TiledLoss(torch.autograd.Function):
     """Final norm, LM head and cross-entropy, a few tokens at a time, and their gradient at once.
 
     A tile's logits become its gradient in place, so that one tensor of `tile` tokens times the
-    vocabulary is all there ever is. What is kept for the backward is the gradient of x.
+    vocabulary is all there ever is (in half types a copy in float32, too). What is kept for the
+    backward is the gradient of x.
     """
 
     @staticmethod

@@ -131,7 +131,7 @@ class Watch:
                     end_sibling(0)  # torchrun would wait half a minute for one that is stopped
             end(lost)
 
-        timer = threading.Timer(10 + 0.5 * min(self.rank, 10), without_store)  # one line, of one
+        timer = threading.Timer(5 + 0.5 * min(self.rank, 10), without_store)  # one line, of one
         timer.daemon = True
         timer.start()
         try:

@@ -46,12 +46,23 @@ def test_dry_run(name):
         assert setting in result.out
 
 
-@pytest.mark.parametrize(("visible", "ranks"), [("", 2), ("3", 1), ("0,2,5", 3)])
+@pytest.mark.parametrize(
+    ("visible", "ranks"),
+    [("", 2), ("3", 1), ("0,2,5", 3), ("-1", 2), ("NoDevFiles", 2), ("1,-1,2", 1)],
+)
 def test_ranks_by_visible_gpus(visible, ranks):
     """Not by those of the machine, of which some are another's."""
     words = ["bash", LAUNCH / "single_node.sh", "--dry-run", "tasks/tp_llama.py"]
     result = launch.run(words, env=FAST | {"NPROC": "", "CUDA_VISIBLE_DEVICES": visible})
     assert f"--nproc_per_node {ranks} " in result.out, result.tail()
+
+
+@pytest.mark.parametrize("name", ["single_node.sh", "multi_node.sh", "slurm.sbatch"])
+def test_help(name):
+    """The comment at its head."""
+    result = launch.run(["bash", LAUNCH / name, "--help"])
+    assert result.code == 0 and not result.err, result.tail()
+    assert f"launch/{name}" in result.out and "set -euo" not in result.out, result.tail()
 
 
 WRONG = {

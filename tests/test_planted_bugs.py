@@ -305,6 +305,10 @@ BUGS = {
         "kv_cache", 2, "kv_cache.py", "mask = F.pad(mask, (0, 1), value=1)",
         "mask = F.pad(mask, (0, 1), value=0)", "alone|generated",
     ),
+    "DTensor's logits are a rank's": (
+        "kv_cache", 2, "kv_cache.py", "choose_whole(model, whole_logits(logits))",
+        "choose_whole(model, logits.to_local())", "generated tokens by DTensor, recomputed",
+    ),
     "the cache is read one token late": (
         "kv_cache", 2, "kv_cache.py", "ids[:, -1:], attention", "ids[:, -2:-1], attention",
         "cached logits",
