@@ -269,6 +269,7 @@ def test_one_does_not_start(tmp_path):
     result.assert_refused("rank 1 did not start within 3 s", 20)
 
 
+@pytest.mark.stress
 def test_download_takes_long(tmp_path):
     """B9: --timeout is not for it; the other ranks wait."""
     begin = "    from huggingface_hub import HfApi, snapshot_download\n"
@@ -307,6 +308,7 @@ def in_a_long_step(folder):
     return Working("ulysses_finetune", folder=folder)
 
 
+@pytest.mark.stress
 def test_torchrun_is_killed_in_a_long_step(tmp_path):
     """A7: asked to stop, Task 5 would end its step first; but nobody is left to wait for it."""
     with in_a_long_step(tmp_path) as job:

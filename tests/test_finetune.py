@@ -88,7 +88,9 @@ print("loss", model(input_ids=ids, labels=ids).loss.item())
 """
 
 
-@pytest.mark.parametrize("peft", [pytest.param("none", marks=pytest.mark.stress), "lora", "prompt"])
+@pytest.mark.parametrize(
+    "peft", ["lora", *(pytest.param(p, marks=pytest.mark.stress) for p in ("none", "prompt"))]
+)
 def test_plain_peft_opens_what_was_saved(peft, tmp_path):
     """D9: without this repo, from the files alone, the loss that training ended at; to the bit
     what it ended at is what was saved."""

@@ -95,12 +95,12 @@ def test_every_task_is_shown():
     assert all("Tests passed (rank=0)" in printed for _, printed in SHOWN.values())
 
 
-LONG = "long_speed"  # its parts are in test_long_sequence.py, too
+LONG = re.compile("long_speed|ulysses_speed|decoding")  # what they do, other tests do, too
 
 
 @pytest.mark.parametrize(
     "command",
-    [pytest.param(c, marks=[pytest.mark.stress] * (LONG in c)) for c in OTHERS],
+    [pytest.param(c, marks=[pytest.mark.stress] * bool(LONG.search(c))) for c in OTHERS],
     ids=lambda command: command.split("/", 1)[1][:40],
 )
 def test_other_commands(command, tmp_path):
