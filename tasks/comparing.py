@@ -45,7 +45,7 @@ class Comparison:
         `exact` is the float32 reference of a bfloat16 run.
         tolerance: absolute bound; default by `TOLERANCE`. With `exact` the difference is taken
         from that, and may be P + 1 times the reference's own (each rank rounds its part of a sum)
-        or two units in the last place of the largest value.
+        or 2^-7 of the largest value, one to two units in its last place.
         also: a stricter bound whose verdict is printed too.
         layers: how many layers a float32 gradient has come through; it may be off by as many times
         more, for each adds its roundings, and its softmax's gradient, P (dP - sum(P dP)), is a

@@ -131,14 +131,16 @@ class Watch:
                     end_sibling(0)  # torchrun would wait half a minute for one that is stopped
             end(lost)
 
-        timer = threading.Timer(5 + 0.5 * min(self.rank, 10), without_store)  # one line, of one
+        pause = 2 if late else 3
+        patience = pause + 5 + 0.5 * min(self.rank, 10)  # one line, of one
+        timer = threading.Timer(patience, without_store)
         timer.daemon = True
         timer.start()
         try:
             self.store.set(f"waited/{self.rank}", "")
             # The others give up now, too; or one has ended and said why, and torchrun, which sees
             # it, ends this one meanwhile.
-            time.sleep(2 if late else 3)
+            time.sleep(pause)
             waited = [rank for rank in everyone if self.store.check([f"waited/{rank}"])]
             missing = [rank for rank in everyone if rank not in waited]
             if STOPPED:  # all were asked to, and the missing did so at once

@@ -286,8 +286,9 @@ def test_rank_0_is_stopped(own_store):
     env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": own_store}
     with Working(FIRST, "--timeout", 4, env=env) as job:
         job.rank(0).send_signal(signal.SIGSTOP)
-        # torchrun would wait half a minute for one that is stopped: the other ends it.
-        result = job.end(4 + 8)
+        # torchrun would wait half a minute for one that is stopped: the other ends it, at once or,
+        # if the store does not answer either, 7 s later.
+        result = job.end(4 + (12 if own_store == "1" else 8))
     assert result.code and not result.survivors, result.tail()
     assert len(result.errors()) == 1 and "rank 0 d" in result.errors()[0], result.tail()
 

@@ -39,19 +39,19 @@ OTHERS = {
 def same(shown, printed):
     """Whether the lines that the README shows are printed, one after another.
 
-    Others may come before the first, and where it has "...". Words are the same, numbers nearly:
-    tensors and losses to the digits that kernels may change, differences not at all, times and
-    sizes of memory not at all. (Notes are left out: small models, as used here, have more.)
+    Others may come before the first, behind the last, and where it has "...". Words are the same,
+    numbers nearly: tensors and losses to the digits that kernels may change, differences not at
+    all, times and sizes of memory not at all. (Notes are left out: small models have more.)
     """
-    lines = iter(line for line in printed.splitlines() if not line.startswith("note: "))
-    others = True
-    for wanted in shown.splitlines():
-        if wanted == "...":
-            others = True
-            continue
-        among = lines if others else [next(lines, "")]
-        assert any(alike(wanted, line) for line in among), f"not printed, or not there: {wanted}"
-        others = False
+    lines, at = [line for line in printed.splitlines() if not line.startswith("note: ")], 0
+    for part in re.split(r"^\.\.\.\n", shown, flags=re.M):
+        wanted = part.splitlines()
+        ends = (
+            first + len(wanted) for first in range(at, len(lines) - len(wanted) + 1)
+            if all(map(alike, wanted, lines[first:]))
+        )  # fmt: skip
+        at = next(ends, None)
+        assert at is not None, f"not printed, or not there, or not together:\n{part}"
 
 
 def alike(wanted, line):
