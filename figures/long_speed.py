@@ -41,7 +41,8 @@ def main():
         length = args.seq_len - args.num_virtual_tokens
         ids = run.from_rank0(torch.randint(run.source.config.vocab_size, (1, length)))
         alone, own_threads = dist.new_group([0]), torch.get_num_threads()
-        losses, run.results = {}, here_and_now()
+        losses = {}
+        run.results |= here_and_now()
 
         def step(name, group, techniques):
             if group is run.group or run.rank == 0:

@@ -45,7 +45,7 @@ def machine():
 
 
 def here_and_now():
-    """What stands beside a record."""
+    """Machine and date, which stand beside what was measured."""
     return {"machine": machine(), "date": time.strftime("%Y-%m-%d")}
 
 

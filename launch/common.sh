@@ -9,7 +9,7 @@ stop() {  # one line, as the tasks' own
 }
 
 usage() {  # the comment at the head of the script
-    sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"
+    sed -n '2,/^[^#]/{/^#SBATCH/d;s/^# \{0,1\}//p;}' "$0"
     exit "$1"
 }
 
