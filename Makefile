@@ -3,18 +3,22 @@
 NPROC ?= 2
 MODEL ?= tiny
 DEVICE ?= auto
+DTYPE ?= float32
 PYTHON ?= python3
 BIN := .venv/bin
 # Names with spaces, quotes or dollars reach the shell as they are.
-export MODEL DEVICE
+export MODEL DEVICE DTYPE
 FOUND = $(shell grep -l '__name__ == "__main__"' tasks/*.py)
 FIRST := $(patsubst %,tasks/%.py,tp_mlp tp_attention tp_llama dtensor_llama kv_cache ulysses_forward)
 SCRIPTS = $(FIRST) $(filter-out $(FIRST),$(FOUND))
 
-.PHONY: help demo test test-all stress test-course bench max-seq-len report figures tiny-llama lint clean
+.PHONY: help demo test test-all stress test-real test-course bench max-seq-len report figures
+.PHONY: tiny-llama lint clean
 help:
-	@echo "make demo         every task, NPROC=$(NPROC) ranks, MODEL=$(MODEL), DEVICE=$(DEVICE)"
+	@echo "make demo         every task, NPROC=$(NPROC) ranks, MODEL=$(MODEL), DTYPE=$(DTYPE)," \
+	  "DEVICE=$(DEVICE)"
 	@echo "make test-all     the tests; make test: the fast ones; make stress: the longest alone"
+	@echo "make test-real    every task on a real model, SmolLM2-135M (93 MB are fetched once)"
 	@echo "make test-course  the tests with the course's versions of transformers and peft"
 	@echo "make report       run every task, and write the README's tables anew"
 	@echo "make bench        measure speed (up to two hours); make figures: draw what was measured"
@@ -26,23 +30,28 @@ demo: .venv/ready
 	@set -e; for script in $(SCRIPTS); do \
 	  echo; sed -n '1s/^"""/=== /p' $$script; \
 	  echo "=== OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node $(NPROC) $$script" \
-	    "--model $$MODEL --device $$DEVICE"; \
+	    "--model $$MODEL --dtype $$DTYPE --device $$DEVICE"; \
 	  OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node $(NPROC) $$script \
-	    --model "$$MODEL" --device "$$DEVICE"; \
+	    --model "$$MODEL" --dtype "$$DTYPE" --device "$$DEVICE"; \
 	done
 
 test: .venv/ready
 	$(BIN)/python -m pytest -q -m quick
 
 test-all: .venv/ready
-	$(BIN)/python -m pytest -q -rs --durations 5 -m "not stress"
+	$(BIN)/python -m pytest -q -rs --durations 5 -m "not stress and not real"
 
 stress: .venv/ready
-	$(BIN)/python -m pytest -q -rs --durations 5 -m stress
+	$(BIN)/python -m pytest -q -rs --durations 5 -m "stress and not real"
+
+# REAL_TESTS="-m real -k float32": a part of them.
+test-real: .venv/ready
+	$(BIN)/python -m pytest -q -rs --durations 5 $(or $(REAL_TESTS),-m real)
 
 # COURSE_TESTS="-m quick": a part of them.
 test-course: .venv-course/ready
-	.venv-course/bin/python -m pytest -q -rs --durations 5 $(or $(COURSE_TESTS),-m "not stress")
+	.venv-course/bin/python -m pytest -q -rs --durations 5 \
+	  $(or $(COURSE_TESTS),-m "not stress and not real")
 
 bench: .venv/ready
 	$(BIN)/python figures/tp_speed.py

@@ -23,6 +23,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: E402
 
+from model_checks import expect_loss  # noqa: E402
 from records import torchrun  # noqa: E402
 from tp_llama import tensor_parallelize  # noqa: E402
 from ulysses_forward import sequence_parallelize, sum_gradients  # noqa: E402
@@ -132,9 +133,8 @@ def record(run, parallelize, reduce, reference, ids):
         recorder.phase = "gradients"
         reduce(model.parameters())
     ALL_ATTENTION_FUNCTIONS["sdpa"] = attend
-    with torch.no_grad():
-        expected = run.expect(lambda m: [m(ids, labels=ids).loss], run.references(reference))
-    run.check("loss", [(loss.detach(), *expected[0])])
+    expected, own = expect_loss(run, run.references(reference), ids)
+    run.check("loss", [(loss.detach(), *expected)], own=own)
 
     events = one_layer(recorder.events)
     held = {name.removeprefix("model."): (list(p.shape), shard_of(p))

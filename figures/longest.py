@@ -75,6 +75,19 @@ def ours(c, ranks, e, left_out):
     return e * (kept + most)
 
 
+def selective(c, ranks, e):
+    """Bytes for each of a rank's tokens in the backward of the last layer's attention.
+
+    Kept are layers' inputs, attention's outputs and their log-sum-exps. Then, the layer being run
+    again: q, k and v in one piece, keys and values repeated for their queries; the gradients behind
+    the layer and before it, of the outputs, and of q, k and v as the kernel gives them.
+    """
+    H, _, _, ND, KD = sizes(c)
+    kept = c.num_hidden_layers * (H + ND + c.num_attention_heads)
+    repeated = 2 * ND if KD < ND else 0
+    return e * (kept + ND + 2 * KD + repeated + 2 * H + ND + 3 * ND)
+
+
 def sizes(c):
     D = c.head_dim
     return (c.hidden_size, c.intermediate_size, c.vocab_size, c.num_attention_heads * D,
@@ -87,6 +100,8 @@ CONTENDERS = {
     # name: (bytes a token, flags)
     "Hugging Face + PEFT": (lambda *a: hugging_face(*a, False), []),
     "with checkpointing": (lambda *a: hugging_face(*a, True), ["--gradient-checkpointing"]),
+    # PyTorch's own, of the layers; loss and MLP in parts as ours.
+    "selective checkpoint": (selective, ["--selective-checkpoint", "--no-head-groups"]),
     "ours": (lambda *a: ours(*a, ()), []),
     **{
         name: (lambda *a, t=trick: ours(*a, (t,)), [f"--no-{trick}"])
@@ -95,11 +110,14 @@ CONTENDERS = {
 }
 
 
+PLAIN = "Hugging Face + PEFT", "with checkpointing"  # nothing of theirs is in parts
+
+
 def command(name, length, budget, model):
     """What one run starts, and its flags: the plain script, or Task 5's. model: flags of both."""
     flags = [*CONTENDERS[name][1], *model, "--seq-len", length - PROMPT]
     flags += ["--steps", STEPS, "--memory-budget", budget / 2**10]
-    if not name.startswith("ours"):
+    if name in PLAIN:
         return HERE / "plain_finetune.py", *flags
     flags += ["--num-virtual-tokens", PROMPT, "--check-steps", 0]
     return HERE.parent / "tasks" / "ulysses_finetune.py", *flags
@@ -118,7 +136,8 @@ def fits(name, ranks, length, budget, model):
     )  # fmt: skip
     said, took = "fits" if record else "does not fit", time.monotonic() - begin
     print(f"    {length} positions: {said} ({took:.0f} s)", flush=True)
-    if not record and not is_for_memory(job.stdout):
+    errors = [line for line in job.stdout.splitlines() if line.startswith("error: ")]
+    if not record and not (errors and all(map(is_for_memory, errors))):
         sys.exit(f"{job.stdout[-3000:]}\nerror: that job failed, and not for want of memory")
     return record
 
@@ -188,7 +207,7 @@ def main():
                 continue
             for ranks in args.ranks if name == "ours" and smallest else [1]:
                 a_token = CONTENDERS[name][0](config, ranks, element)
-                tile = default_tile_mib(device, budget * 2**20) * name.startswith("ours")
+                tile = default_tile_mib(device, budget * 2**20) * (name not in PLAIN)
                 estimate = int(((budget - tile) * 2**20 - OTHER) / a_token) * ranks
                 print(f"{name}, {ranks} rank(s), {budget} MiB: {a_token / 1024:.1f} KiB a token of "
                       f"a rank, estimate {estimate}", flush=True)  # fmt: skip

@@ -69,7 +69,7 @@ def main():
         with limited_memory(device, 2**30 * args.memory_budget):
             peak = peak_memory_of_process(device, train)
     except (RuntimeError, MemoryError) as error:
-        if not is_for_memory(repr(error)):
+        if not is_for_memory(error):
             raise
         sys.exit(f"error: {args.seq_len + 32} positions do not fit: out of memory ({error})")
     print(f"{args.steps} steps of {args.seq_len + 32} positions fit: {min(seconds):.2f} s a step, "

@@ -32,7 +32,7 @@ from torch.distributed.tensor.parallel import loss_parallel  # noqa: E402
 
 from dtensor_llama import dtensor_parallelize, whole_logits  # noqa: E402
 from kv_cache import choose_among_ranks, choose_whole, generation  # noqa: E402
-from loading import Source, UserError, is_hub_id  # noqa: E402
+from loading import Source, UserError, is_remote  # noqa: E402
 from measuring import (  # noqa: E402
     bytes_sent,
     interleave,
@@ -41,6 +41,7 @@ from measuring import (  # noqa: E402
     threads_alone,
     training_step,
 )
+from model_checks import expect_loss  # noqa: E402
 from records import add, machine, resume, threads_of, torchrun  # noqa: E402
 from tp_llama import tensor_parallelize  # noqa: E402
 from utils import DTYPES, make_parser, natural, positive, start  # noqa: E402
@@ -165,14 +166,11 @@ def measure(args):
             prompt, choose = ids[:, :PROMPT], contenders[name].choose
             yield from generation(models[name], prompt, args.new_tokens, choose, threads[name])
 
-        with torch.no_grad():
-            references = run.references(models["single"])
-            expected = run.expect(lambda model: [model(ids, labels=ids).loss], references)
-        del references
+        expected, own = expect_loss(run, run.references(models["single"]), ids)
         for name, technique in techniques.items():
             with technique.context(), torch.no_grad():
                 loss = models[name](ids, labels=ids).loss
-            run.check(f"{name}: loss", [(loss, *expected[0])])
+            run.check(f"{name}: loss", [(loss, *expected)], own=own)
             formula = technique.formula(
                 config.num_hidden_layers, args.seq_len, config.hidden_size, config.vocab_size,
                 run.world_size, run.dtype.itemsize,
@@ -263,7 +261,7 @@ def drive(args):
     cut = args.model.startswith("random/")
     many = args.num_layers
     few = many if on_gpu else max(1, many // 2)
-    if not is_hub_id(args.model):
+    if not is_remote(args.model):
         try:
             Source(args.model, many if cut else None)
         except UserError as error:

@@ -14,7 +14,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tasks"))
 
-from model_checks import measure_memory, measure_time
+from model_checks import expect_loss, measure_memory, measure_time
 from records import here_and_now
 from ulysses_forward import sequence_parallelize, sum_gradients
 from utils import make_parser, positive, start
@@ -44,11 +44,10 @@ def main():
         ids = run.from_rank0(torch.randint(source.config.vocab_size, shape))
         with torch.no_grad():
             loss = parallel(ids, labels=ids).loss
-            references = run.references(reference)
-            expected = run.expect(lambda model: [model(ids, labels=ids).loss], references)
-        run.check("loss", [(loss, *expected[0])])
+        expected, own = expect_loss(run, run.references(reference), ids)
+        run.check("loss", [(loss, *expected)], own=own)
         measure_time(run, reference, parallel, ids, reduce)
-        del reference, parallel, references
+        del reference, parallel
         measure_memory(run, source, parallelize, ids, reduce)
 
 

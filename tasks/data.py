@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from loading import TINY, UserError
+from loading import TINY, UserError, cache_folder
 
 ULYSSES = "https://www.gutenberg.org/cache/epub/4300/pg4300.txt"  # the assignment's example
 ENOUGH = 10**7  # characters; no more of a text is turned into tokens, unless more are needed
@@ -21,8 +21,8 @@ MARK = r"\*\*\* ?%s OF TH(?:E|IS) PROJECT GUTENBERG EBOOK.*?\*\*\*"
 def load_tokens(run, where, tokenizer, needed):
     """At least `needed` tokens of a text, (1, T), on every rank; rank 0 alone reads it.
 
-    where: a file, a URL, or None. None is the book above for models that were downloaded or lie in
-    a directory, and the project's own stories for the others, or where the book is out of reach.
+    where: a file, a URL, or None. None is the book above for models from the hub or a directory,
+    and the project's own stories for the others, or where the book is out of reach.
     Without a tokenizer the tokens are the text's bytes. Raises UserError, on all ranks, for what
     cannot be read, is not UTF-8, or is too short.
     """
@@ -61,7 +61,7 @@ def find_text(where, source, needed, seed):
     """The text, and what to call it."""
     if where is not None and not is_url(where):
         return where, decode(read_file(where), where)
-    if where is None and (source.directory in (None, TINY)):
+    if where is None and (source.directory in (None, TINY) or source.name == "smollm2"):
         return own_text(needed, seed)
     url = where or ULYSSES
     try:
@@ -100,7 +100,7 @@ def read_file(path):
 
 def fetch(url):
     """The bytes behind a URL; fetched once, then from the user's cache folder."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "parallel_llama"
+    cache = cache_folder()
     path = cache / f"{hashlib.sha256(url.encode()).hexdigest()[:16]}.txt"
     if path.exists():
         return path.read_bytes()

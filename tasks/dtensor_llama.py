@@ -217,12 +217,17 @@ def plan_whole_heads(model, mesh):
     }
 
 
-def split_loss(logits, labels, ignore_index=-100, num_items_in_batch=None, **kwargs):
+def split_loss(
+    logits, labels, ignore_index=-100, num_items_in_batch=None, shift_labels=None, **kwargs
+):
     """Mean next-token loss of DTensor logits (B, S, V), split by the vocabulary.
 
     Takes the place of Hugging Face's loss, with its arguments; labels (B, S) are shifted here.
-    Under `loss_parallel`, where its backward must be too, the logits are never made whole.
+    Under `loss_parallel`, where its backward must be too, the logits are never made whole. Raises
+    ValueError for `shift_labels`, labels that are shifted already.
     """
+    if shift_labels is not None:
+        raise ValueError("shift_labels: not under tensor parallelism, labels are shifted here")
     targets = F.pad(labels, (0, 1), value=ignore_index)[:, 1:].flatten()
     logits = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
     total = F.cross_entropy(logits, targets, ignore_index=ignore_index, reduction="sum")
@@ -259,18 +264,19 @@ def show_mlp(run, mesh):
     fill(block, run.deal(reference), run.dtype, run.device)
     x, references = run.from_rank0(x).to(run.dtype), run.references(reference)
     for name, parameter in block.named_parameters():
-        run.say(f"{name}: {type(parameter).__name__}, global shape {list(parameter.shape)}, "
-                f"local shape {list(local_part(parameter).shape)} (rank=0)")  # fmt: skip
+        kind, local = type(parameter.data), local_part(parameter)
+        run.say(f"{name=},\ttype={kind}\tglobal shape={parameter.shape},\t"
+                f"local shape={local.shape}")  # fmt: skip
     run.check_weights("MLP", block, references)
     expected = run.expect(lambda block: step(block, x), references)
     results = zip(step(block, x), expected, strict=True)
     goldens = GOLDEN_OUTPUTS, GOLDEN_INPUT_GRAD
-    for name, golden, (actual, expected) in zip(
-        ("outputs", "input grad"), goldens, results, strict=True
+    for name, what, golden, (actual, expected) in zip(
+        ("outputs", "input grad"), ("output", "input_grad"), goldens, results, strict=True
     ):
-        run.show(f"Reference {name}", expected[0], ranks="0")
-        run.show(f"TParallel {name}", actual)
-        run.check(f"MLP {name}", [(actual, *expected)], also=1e-6)
+        run.show_both(name, expected[0], actual)
+        run.check_allclose("MLP", what, actual, expected[0])
+        run.check(f"MLP {name}", [(actual, *expected)])
         run.check_same_bits(f"MLP {name}, same bits on all ranks", actual)
         if run.args.seed == 1337 and run.dtype != torch.bfloat16:
             run.check_golden(name, actual, golden)

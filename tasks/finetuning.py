@@ -53,6 +53,7 @@ def choose_techniques(run, model):
     if not args.long_sequence:
         return None
     backward = "saved-outputs" if args.saved_outputs else "checkpoint"
+    backward = "selective" if args.selective_checkpoint else backward
     mib = args.tile_mib or default_tile_mib(run.device, args.memory_budget)
     flags = args.tiled_loss, args.tiled_mlp, args.head_groups, args.offload
     techniques, why = possible(base_of(model), Techniques(backward, *flags, mib * 2**20))
@@ -111,7 +112,7 @@ def within_budget(run, length, function):
         with limited_memory(run.device, run.args.memory_budget):
             function()
     except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
-        if not is_for_memory(repr(error)):
+        if not is_for_memory(error):
             raise
         raise UserError(f"out of memory: {run.args.batch_size} x {length} positions on "
                         f"{run.world_size} rank(s) do not fit; a shorter --seq-len, more ranks, or "

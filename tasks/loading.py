@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+import smollm2
 from float64 import compute_in_float64
 from sharding import UserError, shard_of
 
@@ -213,8 +214,20 @@ def is_hub_id(name):
     )
 
 
+def is_remote(name):
+    """Whether `name` is a model that has to be fetched first, by `download`."""
+    return name == "smollm2" or is_hub_id(name)
+
+
+def cache_folder():
+    """Where this project keeps what it fetches, other than from the hub."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "parallel_llama"
+
+
 def download(name, offline=False):
-    """The hub cache's directory with a model's safetensors, configuration and tokenizer."""
+    """The cache's directory with a model's safetensors, configuration and tokenizer."""
+    if name == "smollm2":
+        return smollm2.find(cache_folder(), offline)
     from huggingface_hub import HfApi, snapshot_download
 
     reason = None
@@ -237,7 +250,7 @@ def download(name, offline=False):
 def find_directory(name):
     if name == "tiny":
         return TINY
-    if is_hub_id(name):
+    if is_remote(name):
         return download(name, offline=True)  # Run.source has fetched it
     try:
         directory = Path(name).expanduser()

@@ -9,7 +9,8 @@ scores (which no fused kernel keeps) but what the backward needs of every token.
      15   with loss, MLP and attention in parts, too: hidden states, and one layer's work
      14   with what `saved_outputs.py` does: attention's outputs (1 a layer), and a part's work
 
-`saved_outputs.py` is the layer backward that never runs attention again: all else in a layer treats
+`saved_outputs.py` is a layer backward that never runs attention again, nor keeps layers' inputs (a
+selective checkpoint, arXiv 2310.03294, keeps them beside the outputs): all else in a layer treats
 tokens one by one, and is built again from attention's outputs, with matrix products only. It
 takes as little memory as recomputing layers and, since attention is most of the time, less time.
 
@@ -29,7 +30,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd.graph import save_on_cpu
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    noop_context_fn,
+)
 from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb
 
 from saved_outputs import SavedOutputs, for_all
@@ -42,7 +47,8 @@ from utils import share, share_heads
 class Techniques:
     """How a step saves memory. Each alone, and all together, leave every gradient as it is.
 
-    backward: "saved-outputs", "checkpoint" (recompute each layer) or "plain" (keep everything).
+    backward: "saved-outputs", "selective" (recompute layers but for attention, whose outputs are
+    kept, too), "checkpoint" (recompute all of a layer) or "plain" (keep everything).
     tiled_loss, tiled_mlp: over tiles of tokens whose largest tensors take `tile_bytes`, whatever
     the sequence's length. head_groups: attention one group of heads after another. offload: what is
     kept of each layer goes to host memory (CUDA). tile_tokens: the size of tiles, instead.
@@ -74,16 +80,19 @@ def sequence_loss(model, embeddings, targets, length, group, techniques):
     if why := possible(model, techniques)[1]:
         raise ValueError(f"{why}: ask `possible` for the techniques that are left")
     stack = Stack(model, embeddings, len(targets), length, group, techniques)
-    if techniques.backward == "saved-outputs":
-        hidden = SavedOutputs.apply(embeddings(), stack, *stack.parameters)
-    else:
-        hidden = stack.run(embeddings())
     norm, head = model.model.norm, model.lm_head
-    if techniques.tiled_loss:
+
+    def loss_of(hidden):
+        if not techniques.tiled_loss:
+            return sum_of_losses(head(norm(hidden)), targets)
         size = hidden.element_size()  # of half types also float32
         tile = techniques.tile(head.weight.shape[0], size if size > 2 else size + 4)
         return TiledLoss.apply(hidden, targets, norm, tile, norm.weight, head.weight)
-    return sum_of_losses(head(norm(hidden)), targets)
+
+    if techniques.backward != "saved-outputs":
+        return loss_of(stack.run(embeddings()))
+    last = [p for p in (*norm.parameters(), *head.parameters()) if p.requires_grad]
+    return SavedOutputs.apply(embeddings(), stack, loss_of, *stack.parameters, *last)
 
 
 def possible(model, techniques):
@@ -106,7 +115,7 @@ def possible(model, techniques):
         kernel = f"no GPU kernel gives log-sum-exps of {model.dtype} heads of {head_dim} here"
     if whole:
         fewer = replace(fewer, head_groups=False)
-    if fewer.backward == "saved-outputs" and (whole or kernel):
+    if fewer.backward in ("saved-outputs", "selective") and (whole or kernel):
         fewer = replace(fewer, backward="checkpoint")
     head = None
     if type(model.lm_head) is not nn.Linear or "RMSNorm" not in type(model.model.norm).__name__:
@@ -165,6 +174,14 @@ def project(linear, x, rows):
 
 
 # ---------------------------------------------------------------- the layers
+
+# What a selective checkpoint keeps: the outputs of attention's kernels, on the CPU and on CUDA.
+# (Lists that are made for CUDA miss the first, and attention is run twice.)
+KEPT = [
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+]
 
 
 class Stack:
@@ -280,11 +297,14 @@ class Stack:
 
     def run(self, x):
         """All layers, under autograd: hidden states before the final norm."""
+        contexts = noop_context_fn
+        if self.techniques.backward == "selective":
+            contexts = partial(create_selective_checkpoint_contexts, KEPT)
         for layer in self.layers:
             run = partial(self.run_layer, layer)
-            if self.techniques.backward == "checkpoint":
+            if self.techniques.backward != "plain":
                 with save_on_cpu(x.is_cuda) if self.techniques.offload else nullcontext():
-                    x = checkpoint(run, x, use_reentrant=False)
+                    x = checkpoint(run, x, use_reentrant=False, context_fn=contexts)
             else:
                 x = run(x)
         return x
@@ -311,7 +331,9 @@ class Stack:
         def maybe(again, function, *args):
             return checkpoint(function, *args, use_reentrant=False) if again else function(*args)
 
-        flats = [maybe(len(self.rounds) > 1, attention, turn, x) for turn in self.rounds]
+        # A checkpoint inside a selective one would run its attention again.
+        again = len(self.rounds) > 1 and self.techniques.backward != "selective"
+        flats = [maybe(again, attention, turn, x) for turn in self.rounds]
         o = self.outputs(self.in_order(flats), slice(None))
         # (The backward of each slice would make zeros as long as the sequence; `split`'s does not.)
         size = self.tiles[0].stop

@@ -31,11 +31,13 @@ def kept_memory():
     if mallopt:
         mallopt(-4, 0)  # M_MMAP_MAX: no blocks of their own
         mallopt(-1, -1)  # M_TRIM_THRESHOLD: no end of the heap is handed back
-    yield
-    if mallopt:
-        mallopt(-4, 65536)
-        mallopt(-1, 128 * 1024)
-        ctypes.CDLL(None).malloc_trim(0)
+    try:
+        yield
+    finally:
+        if mallopt:
+            mallopt(-4, 65536)
+            mallopt(-1, 128 * 1024)
+            ctypes.CDLL(None).malloc_trim(0)
 
 
 def interleave(run, contenders, repeats, warmup=2, keep=True):
@@ -75,8 +77,10 @@ def num_threads(count):
     """So many threads for kernels on the CPU."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
-    yield
-    torch.set_num_threads(before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def training_step(model, ids, threads, reduce=None):
@@ -151,23 +155,32 @@ def limited_memory(device, budget):
             torch.cuda.set_per_process_memory_fraction(1.0)
     else:
         libc = ctypes.CDLL(None)
-        libc.mallopt(-3, 2**16)  # M_MMAP_THRESHOLD
-        libc.malloc_trim(0)
         before = resource.getrlimit(resource.RLIMIT_DATA)
-        resource.setrlimit(resource.RLIMIT_DATA, (status("VmData") + int(budget), before[1]))
         try:
+            libc.mallopt(-3, 2**16)  # M_MMAP_THRESHOLD
+            libc.malloc_trim(0)
+            resource.setrlimit(resource.RLIMIT_DATA, (status("VmData") + int(budget), before[1]))
             yield
         finally:
             resource.setrlimit(resource.RLIMIT_DATA, before)
+            libc.mallopt(-3, 128 * 1024)
 
 
-# Python's own error, PyTorch's and C++'s, and oneDNN's.
-WANTS_MEMORY = "out of memory", "memoryerror", "alloc", "memory object", "storage size"
+# What allocators say when memory is short: PyTorch's on CUDA and on the CPU, and of a size beyond
+# 64 bits; C++'s, oneDNN's (seen with little memory left), cuBLAS's and NCCL's.
+SHORT_OF_MEMORY = re.compile(
+    r"\bout of memory\b|DefaultCPUAllocator: (can't allocate|not enough) memory"
+    r"|Storage size calculation overflowed|std::bad_alloc"
+    r"|could not create a (memory object|primitive)(?! descriptor)"
+    r"|CUBLAS_STATUS_ALLOC_FAILED|Failed to CUDA calloc",
+    re.IGNORECASE,
+)
 
 
-def is_for_memory(said):
-    """Whether what failed, and said this, failed for want of memory."""
-    return any(word in said.lower() for word in WANTS_MEMORY)
+def is_for_memory(error):
+    """Whether an exception, or the line that a job ended with, says that memory was short."""
+    by_type = isinstance(error, (torch.OutOfMemoryError, MemoryError))
+    return by_type or SHORT_OF_MEMORY.search(str(error)) is not None
 
 
 def peak_memory(run, function):

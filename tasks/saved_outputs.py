@@ -18,16 +18,24 @@ from torch.autograd.function import once_differentiable
 
 
 class SavedOutputs(torch.autograd.Function):
-    """All layers; of each only the outputs of attention are kept, and attention is run but once.
+    """All layers and the loss. Of each layer only attention's outputs are kept; it is run once.
 
                 forward                                 backward, from the last layer to the first
     x           attention, then the rest, tile by tile  built again, see `rebuild`
     saved       outputs, log-sum-exps                   gradients of them; then of q, k, v
+    loss        and d, its gradient of hidden states    d becomes the gradient before each layer
+
+    The loss is in it for the sake of d, which is written over: one that autograd hands in may have
+    other users, and beside its copy would be a hidden state more, for as long as the backward runs.
     """
 
     @staticmethod
-    def forward(ctx, x, stack, *parameters):
-        """x (B, S/P, H): the embeddings -> hidden states before the final norm."""
+    def forward(ctx, x, stack, loss_of, *parameters):
+        """x (B, S/P, H): the embeddings -> the sum of losses.
+
+        loss_of(hidden states before the final norm): that sum. parameters: `stack.parameters`, then
+        those that loss_of trains.
+        """
         ctx.stack, ctx.saved, ctx.needed = stack, Saved(x, stack.techniques.offload), []
         last, ctx.kept = len(stack.layers) - 1, {}
         for number, layer in enumerate(stack.layers):
@@ -38,26 +46,33 @@ class SavedOutputs(torch.autograd.Function):
             x = finish_all(stack, layer, x, flats, x if 0 < number < last else None)
             ctx.saved.put(flats)
             del flats
-        return x
+        with torch.enable_grad():
+            hidden = x.detach().requires_grad_()
+            loss = loss_of(hidden)
+        wanted = [hidden, *parameters[len(stack.parameters) :]]
+        d, *ctx.others = torch.autograd.grad(loss, wanted, allow_unused=True)
+        # A copy of our own: a hook of the norm's, say, may have kept the other. (There is room: the
+        # most is held later, in the last layer's backward.)
+        ctx.d = d.clone(memory_format=torch.contiguous_format)
+        return loss.detach()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, d):
+    def backward(ctx, grad):
         if ctx.saved is None:
             raise RuntimeError("a second backward: what was kept has been freed on the way")
-        stack, saved, needed, kept = ctx.stack, ctx.saved, ctx.needed, ctx.kept
-        ctx.saved = ctx.needed = ctx.kept = None
+        stack, saved, needed, kept, d = ctx.stack, ctx.saved, ctx.needed, ctx.kept, ctx.d
+        others = [other if other is None else other * grad for other in ctx.others]
+        ctx.saved = ctx.needed = ctx.kept = ctx.d = ctx.others = None
         wide = torch.promote_types(d.dtype, torch.float32)
         sums = {p: torch.zeros_like(p, dtype=wide) for p in stack.parameters}
-        # Written over from here on: autograd made it for this function alone, since hidden states
-        # have one user, the loss.
-        d = d.contiguous()
+        d.mul_(grad)  # and written over from here on
         for number in reversed(range(len(stack.layers))):
             x = rebuild(stack, number, kept, saved)
             flats = saved.pop(max((at for at in kept if at < number), default=0))
             layer_backward(stack, stack.layers[number], x, flats, needed.pop(), d, sums)
             del x
-        return d, None, *(sums[p].to(p.dtype) for p in stack.parameters)
+        return d, None, None, *(sums[p].to(p.dtype) for p in stack.parameters), *others
 
 
 # ---------------------------------------------------------------- a layer, forward and backward

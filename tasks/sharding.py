@@ -108,8 +108,27 @@ def all_reduce(tensor, group):
     if tensor.device.type == "cpu" and tensor.nbytes <= FEW_BYTES:
         return all_gather(tensor, group).sum(0)
     total = tensor.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=group)
+    all_reduce_(total, group)
     return total
+
+
+def all_reduce_(tensor, group):
+    """Sum over the ranks of `group`, in place. tensor: contiguous.
+
+    A library's all-reduce adds half-precision parts one by one, and rounds each time. Here each
+    rank is sent all parts of its slice, adds them in float32, and rounds once. A scatter and a
+    gather are what an all-reduce is made of: it costs no byte more.
+    """
+    P = group.size()
+    if P <= 2 or tensor.dtype.itemsize > 2:
+        dist.all_reduce(tensor, group=group)
+        return
+    flat = tensor.view(-1)
+    padded = F.pad(flat, (0, -len(flat) % P))
+    parts = torch.empty_like(padded)
+    dist.all_to_all_single(parts, padded, group=group)
+    mine = parts.view(P, -1).sum(0, dtype=torch.float32).to(tensor.dtype)
+    flat.copy_(all_gather(mine, group).view(-1)[: len(flat)])
 
 
 def all_gather(tensor, group):

@@ -175,14 +175,18 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 
 
 def vocab_parallel_loss(
-    logits, labels, rows, group, ignore_index=-100, num_items_in_batch=None, **kwargs
-):
+    logits, labels, rows, group, ignore_index=-100, num_items_in_batch=None, shift_labels=None,
+    **kwargs,
+):  # fmt: skip
     """Mean next-token loss, the same on all ranks, from logits (B, S, V/P) and labels (B, S).
 
     Takes the place of Hugging Face's loss: labels are the input tokens and are shifted here,
     `ignore_index` marks tokens without loss, and the mean is over the rest or, as its Trainer
-    wants it, over `num_items_in_batch`. Without any valid label the loss is 0.
+    wants it, over `num_items_in_batch`. Without any valid label the loss is 0. Raises ValueError
+    for `shift_labels`, labels that are shifted already.
     """
+    if shift_labels is not None:
+        raise ValueError("shift_labels: not under tensor parallelism, labels are shifted here")
     targets = F.pad(labels, (0, 1), value=ignore_index)[:, 1:].flatten()
     losses = VocabParallelCrossEntropy.apply(logits.flatten(0, 1), targets, rows, group)
     valid = targets != ignore_index

@@ -36,6 +36,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
+from float64 import compute_in_float64
 from utils import (
     copy_to_ranks,
     fill,
@@ -107,6 +108,7 @@ def step(block, x, upstream=None, recompute=False):
     block.zero_grad()
     x = x.to(block.norm.weight.dtype, copy=True).requires_grad_()
     y = checkpoint(block, x, use_reentrant=False) if recompute else block(x)
+    assert x.grad is None
     y.backward(torch.ones_like(y) if upstream is None else upstream.to(y.dtype))
     return y.detach(), x.grad
 
@@ -122,12 +124,12 @@ def compare(run, title, reference, parallel, x):
     y, x_grad = step(parallel, x)
     expected_y, expected_x_grad = run.expect(lambda block: step(block, x), references)
     run.say(f"--- {title}")
-    run.show("Reference outputs", expected_y[0], ranks="0")
-    run.show("TParallel outputs", y)
-    run.show("Reference input grad", expected_x_grad[0], ranks="0")
-    run.show("TParallel input grad", x_grad)
-    run.check(f"{title} output", [(y, *expected_y)], also=1e-6)
-    run.check(f"{title} input grad", [(x_grad, *expected_x_grad)], also=1e-6)
+    run.show_both("outputs", expected_y[0], y)
+    run.check_allclose(title, "output", y, expected_y[0])
+    run.show_both("input grad", expected_x_grad[0], x_grad)
+    run.check_allclose(title, "input_grad", x_grad, expected_x_grad[0])
+    run.check(f"{title} output", [(y, *expected_y)])
+    run.check(f"{title} input grad", [(x_grad, *expected_x_grad)])
     run.check_same_bits(f"{title} output, same bits on all ranks", y)
     run.check_same_bits(f"{title} norm grad, same bits on all ranks", parallel.norm.weight.grad)
 
@@ -156,6 +158,25 @@ def compare(run, title, reference, parallel, x):
     name = f"{title} recomputed with dropout, same bits as kept"
     run.check(name, zip(*results, strict=True), tolerance=0.0)
     return y, x_grad
+
+
+def show_rounding(run, reference, x):
+    """Hold rank 0's own float32 run against float64, by the bound of the assignment's assertion.
+
+    reference: on rank 0, None elsewhere; it is made float64.
+    """
+
+    def results():
+        return run.expect(lambda block: step(block, x), [reference] if reference else [])
+
+    if reference:
+        reference.requires_grad_(False)
+    rounded = results()
+    if reference:
+        compute_in_float64(reference.double())
+    for what, (value,), (exact,) in zip(("output", "input_grad"), rounded, results(), strict=True):
+        what, exactly = f"float32 {what}", f"float64 {what}"
+        run.check_allclose("reference", what, value.double(), exact, exactly)
 
 
 def main():
@@ -189,11 +210,15 @@ def main():
             reference = run.place(Block(config))  # before x: the golden values need this order
             x = torch.randn(1, args.hidden_size, dtype=torch.float32)
         parallel = load_block(run, config, run.deal(reference), run.group)
-        y, x_grad = compare(run, "assignment", reference, parallel, run.from_rank0(x).to(run.dtype))
+        x = run.from_rank0(x).to(run.dtype)
+        y, x_grad = compare(run, "assignment", reference, parallel, x)
         demo = (args.hidden_size, args.intermediate_size, args.seed) == (4096, 14336, 1337)
         if demo and run.dtype != torch.bfloat16:
             run.check_golden("output", y, GOLDEN_OUTPUTS)
             run.check_golden("input grad", x_grad, GOLDEN_INPUT_GRAD)
+        if run.dtype == torch.float32:
+            del parallel
+            show_rounding(run, reference, x)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,10 @@
 """How training is held against a single-rank run of plain PEFT: losses, gradients, parameters."""
 
-from functools import partial
-
 import torch
-import torch.nn.functional as F
 
 from checkpoint import fingerprint
 from long_sequence import Techniques, possible
+from model_checks import error_of_mean, mean_loss, token_losses
 from utils import all_gather, kind_of
 
 # What is checked by itself: backward, tiled_loss, tiled_mlp, head_groups, offload.
@@ -16,6 +14,7 @@ ALONE = {
     "tiled MLP alone": ("plain", False, True, False),
     "head groups alone": ("plain", False, False, True),
     "checkpointing alone": ("checkpoint", False, False, False),
+    "selective checkpoint": ("selective", True, True, False),
     "saved outputs alone": ("saved-outputs", False, False, False),
     "saved outputs in host memory": ("saved-outputs", False, False, False, True),  # of a GPU's
     "checkpointing and tiles": ("checkpoint", True, True, True),
@@ -40,109 +39,91 @@ def make_optimizer(run, model):
 # ---------------------------------------------------------------- the checks
 
 
-def follow(run, model, forward_backward, batches, steps, lead=None):
-    """Some steps of training: the losses, then of each step all gradients, and what is trained.
-
-    lead: what a reference returned. After each step its parameters are taken, so that each step is
-    compared from the same start: where a gradient is next to nothing, Adam, which divides it by its
-    own size, makes a whole step of its rounding.
-    """
-    optimizer, parameters = make_optimizer(run, model), list(trained(model).values())
-    losses, values = [], []
-    for i in range(steps):
-        optimizer.zero_grad()
-        losses.append(forward_backward(model, batches(i)))
-        values += [p.grad.clone() for p in parameters]
-        optimizer.step()
-        values += [p.detach().clone() for p in parameters]
-        for at, parameter in enumerate(parameters if lead else []):
-            parameter.data.copy_(lead[1 + len(values) - len(parameters) + at][0])
-    return [torch.stack(losses), *values]
-
-
 def whole_step(model, ids):
-    """The single rank's: the gradients, and the loss, that PEFT and Hugging Face make of labels."""
+    """The single rank's, by plain PEFT's own forward: token losses, their mean, and gradients."""
+    kept = []
+
+    def loss_function(logits, labels, vocab_size, **kwargs):  # see `token_losses`
+        kept.append(token_losses(logits, labels))
+        return mean_loss(kept[0], labels)
+
+    base_of(model).loss_function = loss_function
+    model.zero_grad()
     loss = model(input_ids=ids, labels=ids).loss
     loss.backward()
-    return loss.detach()
+    return kept[0].detach(), loss.detach()
 
 
-def next_token_loss(logits, labels, vocab_size, **kwargs):
-    """Hugging Face's loss, which is float32 even in float64, without that."""
-    return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+def expect_step(run, references, ids):
+    """The losses of a step of the references, and what their own error is at least."""
+    losses, means = run.expect(lambda model: whole_step(model, ids), references)
+    return means, error_of_mean(*losses)
+
+
+def compare_gradients(run, name_of, model, references):
+    """Each trained parameter's gradient, beside the references' after their last step."""
+    whole = trained(references[0]) if references else {}
+    for name, parameter in trained(model).items():
+        grads = [whole[name].grad] if references else []
+        grads += [whole[name].exact_grad for _ in references[1:]]
+        ((*expected,),) = run.expect(lambda grad: [grad], grads)
+        run.compare(name_of(name), [(parameter.grad, *expected)], kind=kind_of(name))
 
 
 def check_training(run, model, reference, forward_backward, batches, recomputes=None):
     """The first steps of the very training that follows, beside a single-rank run's: the losses.
 
+    Loss and gradients of each step are compared from the same parameters. Then both optimizers get
+    the run's gradients, and must make the same bits of them: where a gradient is next to nothing,
+    Adam, which divides it by its own size, makes a whole step of its rounding.
+
     reference: on rank 0, the same model and adapter, whole. forward_backward(model, ids): the very
     function that trains. recomputes: how often a layer should run in a step, where it is counted.
     """
-    steps, names = min(run.args.check_steps, run.args.steps), list(trained(model))
-    if run.rank == 0 and run.dtype == torch.float64:
-        base_of(reference).loss_function = next_token_loss
-    references = run.references(reference)
-    before = {name: p.detach().clone() for name, p in trained(model).items()}
-
-    expected = run.expect(lambda m: follow(run, m, whole_step, batches, steps), references)
-    calls = []
+    steps, losses, shown, calls = min(run.args.check_steps, run.args.steps), [], [], []
+    references, before = run.references(reference), copy_of(trained(model))
+    optimizers = [make_optimizer(run, m) for m in (model, *references[:1])]
     layer = base_of(model).model.layers[0]  # a hook before, since recomputing stops early
     hook = layer.mlp.register_forward_pre_hook(lambda *_: calls.append(1.0))
-    actual = follow(run, model, forward_backward, batches, steps, expected)
+    for i in range(steps):
+        expected, own = expect_step(run, references, batches(i))
+        model.zero_grad()
+        loss = forward_backward(model, batches(i))
+        losses.append(all_gather(loss.double(), run.group).sum(0))  # as the training adds them
+        shown.append(expected[0])
+        run.compare("losses", [(losses[-1], *(x.double() for x in expected))], own=own)
+        compare_gradients(run, lambda name: f"{kind_of(name)} grad", model, references)
+        whole = trained(references[0]) if references else {}
+        for name, parameter in trained(model).items():
+            if whole:
+                whole[name].grad = parameter.grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+        for name, parameter in trained(model).items():
+            pair = parameter.detach(), run.from_rank0(whole.get(name))
+            run.compare(f"{kind_of(name)} after a step", [pair], tolerance=0.0)
     hook.remove()
     if recomputes:
         runs = torch.tensor(calls).sum() / steps
         run.say(f"forwards of a layer in a step: {runs.item():g}, of {recomputes} expected")
         expected_runs = torch.full_like(runs, recomputes)
         run.check("forwards of a layer in a step", [(runs, expected_runs)], 0.0)
-    actual[0] = all_gather(actual[0], run.group).sum(0)
-    run.show("Reference losses", expected[0][0], ranks="0")
-    run.show("SParallel losses", actual[0])
-    run.check("losses", [(actual[0], *expected[0])])
-
-    count, layers = len(names), run.source.config.num_hidden_layers
-    kinds = {}
-    for at, name in enumerate(names):
-        kinds.setdefault(kind_of(name), []).append(at)
-    for kind, members in kinds.items():
-        grads = [[1 + 2 * step * count + at for step in range(steps)] for at in members]
-        pairs = [(actual[i], *expected[i]) for of_one in grads for i in of_one]
-        run.check(f"{kind} grad", pairs, layers=layers)
-        pairs, bound = [], None
-        for of_one in grads:
-            sizes = [expected[i][0].abs() for i in of_one]
-            clear = torch.stack([size >= 0.1 * size.max() for size in sizes]).all(0)
-            for i in of_one:
-                values, others = actual[i + count], expected[i + count]
-                if run.dtype == torch.bfloat16:
-                    # A gradient above a tenth of the largest may be off by a good part of itself.
-                    # (A step that is not taken, or goes the other way, is --lr or more.)
-                    values, others = torch.where(clear, values, others[0]), others[:1]
-                    rounding = 2**-7 * values.abs().max().item()
-                    bound = max(bound or 0, 0.5 * run.args.lr + rounding)
-                elif run.dtype == torch.float32:
-                    # As in `follow`. Where gradients are above a tenth of the largest, they may be
-                    # off by 10 times their tolerance, and so may Adam's two means of them and the
-                    # step, of --lr; and each step rounds.
-                    values = torch.where(clear, values, others[0])
-                    rounding = 2**-23 * values.abs().max().item()
-                    bound = max(bound or 0, 2e-4 * layers * run.args.lr + rounding)
-                elif run.dtype == torch.float64:
-                    # Where a gradient is near Adam's eps, 1e-8, its rounding is 1e-8 of a step.
-                    largest = others[0].abs().max().item()
-                    bound = max(bound or 0, 1e-10 * largest, 1e-8 * run.args.lr)
-                pairs.append((values, *others))
-        run.check(f"{kind} after a step", pairs, bound)
+    losses = torch.stack(losses)
+    run.show("Reference losses", torch.stack(shown).to(loss.dtype), ranks="0")
+    run.show("SParallel losses", losses.to(loss.dtype))
+    run.check("losses")
+    for kind in dict.fromkeys(map(kind_of, trained(model))):
+        run.check(f"{kind} grad")
+        run.check(f"{kind} after a step")
     if recomputes is None:
-        check_techniques(run, model, references, forward_backward, batches, layers)
+        check_techniques(run, model, references, forward_backward, batches(0))
     restore(model, before)
-    return actual[0]
+    return losses
 
 
-def check_techniques(run, model, references, forward_backward, batches, layers):
+def check_techniques(run, model, references, forward_backward, ids):
     """Each technique alone: loss and gradients after the steps before (at first LoRA's are 0)."""
-    expected = run.expect(lambda m: follow(run, m, whole_step, batches, 1), references)
-    before = {name: p.detach().clone() for name, p in trained(model).items()}
+    expected, own = expect_step(run, references, ids)
     for name, flags in ALONE.items():
         techniques = Techniques(*flags, tile_tokens=7)
         if techniques.offload and run.device.type != "cuda":
@@ -150,13 +131,15 @@ def check_techniques(run, model, references, forward_backward, batches, layers):
         if why := possible(base_of(model), techniques)[1]:
             run.say(f"note: {name}: not checked, {why}")
             continue
-        alone = partial(forward_backward, techniques=techniques)
-        actual = follow(run, model, alone, batches, 1)
-        restore(model, before)
-        actual[0] = all_gather(actual[0], run.group).sum(0)
-        run.check(f"{name}: loss", [(actual[0], *expected[0])])
-        pairs = [(actual[i], *expected[i]) for i in range(1, 1 + len(before))]
-        run.check(f"{name}: gradients", pairs, layers=layers)
+        model.zero_grad()
+        loss = all_gather(forward_backward(model, ids, techniques=techniques), run.group).sum(0)
+        run.check(f"{name}: loss", [(loss, *(x.to(loss) for x in expected))], own=own)
+        compare_gradients(run, lambda _, name=name: f"{name}: gradients", model, references)
+        run.check(f"{name}: gradients")
+
+
+def copy_of(parameters):
+    return {name: parameter.detach().clone() for name, parameter in parameters.items()}
 
 
 @torch.no_grad()

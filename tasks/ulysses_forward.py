@@ -37,6 +37,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from utils import (
     UserError,
     add_model_flags,
+    all_reduce_,
     bytes_sent,
     check_continuation,
     gather_shares,
@@ -206,7 +207,10 @@ def sum_of_losses(logits, targets):
     must still take part in the collectives of the backward.
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+    valid = targets != -100
+    chosen = logits.gather(-1, targets.masked_fill(~valid, 0)[..., None])[..., 0]
+    # Not F.cross_entropy, whose sums over a large vocabulary lose digits on a CPU.
+    return (logits.logsumexp(-1) - chosen).masked_fill(~valid, 0).sum()
 
 
 def sequence_parallelize(model, group):
@@ -260,7 +264,7 @@ def sum_gradients(tensors, group, bucket_bytes=2**25):
         if bucket and (full or grad.dtype != bucket[0].dtype):
             alone = len(bucket) == 1 and bucket[0].is_contiguous()
             flat = bucket[0] if alone else torch.cat([g.flatten() for g in bucket])
-            dist.all_reduce(flat, group=group)
+            all_reduce_(flat, group)
             if not alone:
                 for g, piece in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
                     g.copy_(piece.view_as(g))

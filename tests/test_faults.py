@@ -1,4 +1,4 @@
-"""Faults, by the ids of a list of how jobs really fail: over all scripts, each by one contract.
+"""Faults, as jobs really fail: over all scripts, each by one contract.
 
 The whole job is gone in time; one `error:` line, from one rank, says what to do; the exit code is 2
 for what a user got wrong and 1 for the rest; no file that was there is changed. What takes long is
@@ -20,8 +20,10 @@ import uuid
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import launch
+import watching
 from test_bad_input import DAMAGE, change_tensors
 from test_planted_bugs import plant
 from test_tasks import QUICK
@@ -70,18 +72,18 @@ NO_TEXT = "tp_mlp", "tp_attention"  # these two need no tokenizer
 
 FLAGS = {
     # id and name: (flags of rank 0, flags of rank 1 if they differ, environment, message)
-    "A12 RANK alone": ([], None, {"WORLD_SIZE": ""}, "set, but not WORLD_SIZE: unset them"),
-    "A17 other flags": (["--seed", 1], ["--seed", 2], {}, "--seed is 1 on rank 0, but 2 on rank 1"),
-    "A17 other dtypes": ([], ["--dtype", "float64"], {}, "--dtype is float32 on rank 0"),
-    "B2 no directory": (["--model", "/no/such"], None, {}, "no such directory"),
-    "B2 no preset": (["--model", "random/x"], None, {}, "no such preset"),
-    "B9 no hub": (["--model", "some/llama"], None, {}, "local directory"),
+    "RANK alone": ([], None, {"WORLD_SIZE": ""}, "set, but not WORLD_SIZE: unset them"),
+    "other flags": (["--seed", 1], ["--seed", 2], {}, "--seed is 1 on rank 0, but 2 on rank 1"),
+    "other dtypes": ([], ["--dtype", "float64"], {}, "--dtype is float32 on rank 0"),
+    "no directory": (["--model", "/no/such"], None, {}, "no such directory"),
+    "no preset": (["--model", "random/x"], None, {}, "no such preset"),
+    "no hub": (["--model", "some/llama"], None, {}, "local directory"),
     "unknown flag": (["--modle", "x"], None, {}, "--modle"),
     "unknown dtype": (["--dtype", "int8"], None, {}, "--dtype"),
     "no seed": (["--seed", "-1"], None, {}, "--seed"),
     "no time": (["--timeout", 0], None, {}, "--timeout"),
     "layers of a directory": (["--num-layers", 2], None, {}, "--num-layers cuts random/"),
-    "D1 no folder": (["--json", "/no/such/x.json"], None, {}, "--json /no/such/x.json"),
+    "no folder": (["--json", "/no/such/x.json"], None, {}, "--json /no/such/x.json"),
     "no GPU": (["--device", "cuda"], None, {}, "PyTorch sees no GPU"),
 }
 
@@ -97,7 +99,7 @@ def table(rows, common):
     ]  # fmt: skip
 
 
-COMMON = "A17 other flags", "B2 no directory", "unknown flag", "D1 no folder"
+COMMON = "other flags", "no directory", "unknown flag", "no folder"
 
 
 @pytest.mark.parametrize(("script", "name"), table(FLAGS, COMMON))
@@ -114,7 +116,7 @@ def test_flags(script, name, tmp_path):
     ("script", "name"), table(MODELS, ("another kind of model", "not a number"))
 )
 def test_models(script, name, odd_llama, tmp_path):
-    """B3 to B8, D8: refused, and the directory is left as it was."""
+    """A damaged model is refused, and the directory is left as it was."""
     if name.startswith("a tokenizer") and script in NO_TEXT:
         pytest.skip("needs no tokenizer")
     directory = shutil.copytree(odd_llama, tmp_path / "a model")
@@ -129,7 +131,7 @@ def test_models(script, name, odd_llama, tmp_path):
 
 @pytest.mark.parametrize("script", launch.SCRIPTS)
 def test_too_many_ranks(script, odd_llama, tmp_path):
-    """B1: more ranks than query heads, with the numbers. (MLP units there are more of.)"""
+    """More ranks than query heads, with the numbers. (MLP units there are more of.)"""
     if script == "tp_mlp":
         pytest.skip("it has no heads: 53 MLP units go over 7 ranks")
     file = launch.TASKS / f"{script}.py"
@@ -138,7 +140,7 @@ def test_too_many_ranks(script, odd_llama, tmp_path):
 
 
 def test_pickles_are_not_opened(odd_llama, tmp_path):
-    """D8: a file that would run a program when unpickled, under every name that a loader knows."""
+    """A file that would run a program when unpickled, under every name that a loader knows."""
 
     class Payload:
         def __reduce__(self):
@@ -160,7 +162,7 @@ def test_pickles_are_not_opened(odd_llama, tmp_path):
 
 
 def test_port_in_use(tmp_path):
-    """A13: said, with what to do instead; who listens there is not disturbed."""
+    """It is said, with what to do instead; who listens there is not disturbed."""
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
@@ -225,7 +227,7 @@ class Working:
     + [pytest.param(s, rank, marks=pytest.mark.stress) for s in ENDLESS for rank in (0, 1)],
 )
 def test_killed(script, rank):
-    """A1: the job ends within 15 s, and torchrun names rank and signal."""
+    """The job ends within 15 s, and torchrun names rank and signal."""
     with Working(script) as job:
         job.rank(rank).kill()
         result = job.end(15)
@@ -235,18 +237,20 @@ def test_killed(script, rank):
 
 @pytest.mark.parametrize("script", stressed(ENDLESS, [FIRST]))
 def test_stopped(script):
-    """A6: one that hangs (it is stopped, sleeps, or holds the interpreter) is named, and ended."""
+    """A rank that hangs (it is stopped, sleeps, or holds the interpreter) is named, and ended."""
     with Working(script, "--timeout", 4) as job:
         job.rank(1).send_signal(signal.SIGSTOP)
         result = job.end(4 + 8)
     assert result.code and not result.survivors, result.tail()
     assert len(result.errors()) == 1, result.tail()
     assert "rank 1 did not come, in 4 s, to what rank 0 waited for at" in result.errors()[0]
+    said = result.err[: result.err.index("error: ")]  # the error itself comes first
+    assert "rank 0: RuntimeError: " in said and "Timed out waiting 4000ms for" in said
 
 
 @pytest.mark.stress
 def test_holds_the_interpreter(tmp_path):
-    """A6: nothing of Python's runs on that rank any more, no signal's handler either."""
+    """Nothing of Python's runs on such a rank any more, no signal's handler either."""
     line = "    references = run.references(reference)\n"
     hold = "    run.rank and __import__('ctypes').PyDLL(None).sleep(1000)\n"
     plant(tmp_path, "tp_mlp.py", line, line + hold)
@@ -258,7 +262,7 @@ def test_holds_the_interpreter(tmp_path):
 
 
 def test_one_does_not_start(tmp_path):
-    """A6: it hangs before there are collectives; the others say which one it is."""
+    """A rank hangs before there are collectives; the others say which one it is."""
     joined = "        store, rank = join_store()\n"
     hang = "        __import__('time').sleep(60 * rank)\n"
     plant(tmp_path, "utils.py", joined, joined + hang)
@@ -271,7 +275,7 @@ def test_one_does_not_start(tmp_path):
 
 @pytest.mark.stress
 def test_download_takes_long(tmp_path):
-    """B9: --timeout is not for it; the other ranks wait."""
+    """--timeout is not for it; the other ranks wait."""
     begin = "    from huggingface_hub import HfApi, snapshot_download\n"
     slow = "    __import__('time').sleep(0 if offline else 8)\n    return TINY\n"
     plant(tmp_path, "loading.py", begin, slow + begin)
@@ -282,7 +286,7 @@ def test_download_takes_long(tmp_path):
 
 @pytest.mark.parametrize("own_store", ["0", pytest.param("1", marks=pytest.mark.stress)])
 def test_rank_0_is_stopped(own_store):
-    """A6: it is named, also where it is itself who holds the ranks' store."""
+    """It is named, also where it is itself who holds the ranks' store."""
     env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": own_store}
     with Working(FIRST, "--timeout", 4, env=env) as job:
         job.rank(0).send_signal(signal.SIGSTOP)
@@ -295,7 +299,7 @@ def test_rank_0_is_stopped(own_store):
 
 @pytest.mark.parametrize("script", stressed(ENDLESS, [FIRST]))
 def test_torchrun_is_killed(script):
-    """A7: its ranks end with it."""
+    """Its ranks end with it."""
     with Working(script) as job:
         job.agent.kill()
         assert not job.end(8).survivors
@@ -311,7 +315,7 @@ def in_a_long_step(folder):
 
 @pytest.mark.stress
 def test_torchrun_is_killed_in_a_long_step(tmp_path):
-    """A7: asked to stop, Task 5 would end its step first; but nobody is left to wait for it."""
+    """Asked to stop, Task 5 would end its step first; but nobody is left to wait for it."""
     with in_a_long_step(tmp_path) as job:
         next(line for line in job.agent.stdout if line.startswith("i=1"))
         job.agent.kill()
@@ -319,7 +323,7 @@ def test_torchrun_is_killed_in_a_long_step(tmp_path):
 
 
 def test_interrupted_twice(tmp_path):
-    """A8: the first time Task 5 ends its step and saves, the second time it ends."""
+    """The first time Task 5 ends its step and saves, the second time it ends."""
     with in_a_long_step(tmp_path) as job:
         next(line for line in job.agent.stdout if line.startswith("i=1"))
         job.agent.send_signal(signal.SIGINT)
@@ -332,7 +336,7 @@ def test_interrupted_twice(tmp_path):
 
 @pytest.mark.parametrize("script", stressed(ENDLESS, [FIRST]))
 def test_interrupted(script):
-    """A8: Ctrl-C ends all, within seconds, without a rank's traceback."""
+    """Ctrl-C ends all, within seconds, without a rank's traceback."""
     with Working(script) as job:
         job.agent.send_signal(signal.SIGINT)
         result = job.end(8)
@@ -342,7 +346,7 @@ def test_interrupted(script):
 
 @pytest.mark.stress
 def test_interrupted_at_the_start(tmp_path):
-    """A8: one rank would end at once, the other save: that the first is gone is no error then."""
+    """One rank would end at once, the other save: that the first is gone is no error then."""
     ready = "trained(model), catch_signals(), []"
     wait = "trained(model), time.sleep(20 * (run.rank == 0)) or catch_signals(), []"
     plant(tmp_path, "ulysses_finetune.py", ready, wait)
@@ -355,7 +359,7 @@ def test_interrupted_at_the_start(tmp_path):
 
 
 def test_exception_on_one_rank(tmp_path):
-    """A5: a bug keeps its traceback, one, and no rank waits for the one that is gone."""
+    """A bug keeps its traceback, one, and no rank waits for the one that is gone."""
     line = "    references = run.references(reference)\n"
     plant(tmp_path, "tp_mlp.py", line, f"{line}    assert run.rank != 1, 'planted'\n")
     args = ["--model", "random/small", "--hidden-size", 8, "--intermediate-size", 8]
@@ -365,9 +369,60 @@ def test_exception_on_one_rank(tmp_path):
     assert "[rank0]" not in result.err and "[rank2]" not in result.err, result.tail()
 
 
+def test_an_error_that_speaks_of_peers(tmp_path):
+    """No rank is ended for it, and said to be gone; the one that has it keeps its traceback."""
+    line = "    references = run.references(reference)\n"
+    said = "CUDA error: peer access is not supported between these two devices"
+    bug = f"    if run.rank == 1:\n        raise RuntimeError({said!r})\n"
+    plant(tmp_path, "tp_mlp.py", line, line + bug)
+    args = ["--hidden-size", 8, "--intermediate-size", 8]
+    result = launch.ranks(tmp_path / "tp_mlp.py", *args, nproc=2, folder=tmp_path)
+    assert result.code == 1 and not result.errors(), result.tail()
+    assert "Traceback" in result.err and f"RuntimeError: {said}" in result.err, result.tail()
+
+
+GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/"
+MISSING = [
+    # what is said of another rank, and what of something else
+    (RuntimeError(f"{GLOO}pair.cc:553] Connection closed by peer [127.0.0.1]:1. This is"), "ended"),
+    (RuntimeError(f"{GLOO}pair.cc:537] Read error [::1]:1: Connection reset by peer"), "ended"),
+    (RuntimeError(f"{GLOO}pair.cc:301] writev [127.0.0.1]:17832: Broken pipe"), "ended"),
+    (RuntimeError(f"{GLOO}unbound_buffer.cc:78] Timed out waiting 4000ms for recv operation to "
+                  "complete"), "late"),
+    (RuntimeError("Application timeout caused pair closure"), "late"),
+    (dist.DistBackendError("NCCL error in: x.cpp:1, remote process exited or there was a network "
+                           "error, NCCL version 2.29.7\nncclRemoteError: A call failed"), "ended"),
+    (dist.DistBackendError("[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(...)"),
+     "late"),
+    (dist.DistStoreError("wait timeout after 600000ms, keys: /default_pg/0//cpu//1"), "late"),
+    (dist.DistNetworkError("sendBytes failed on SocketImpl(fd=9): Broken pipe"), "ended"),
+    (dist.DistBackendError("unhandled cuda error\nLast error:\nCuda failure 217 'peer access is "
+                           "not supported between these two devices'"), None),
+    (RuntimeError("CUDA error: peer access is not supported between these two devices"), None),
+    (RuntimeError("CUDA error: the launch timed out and was terminated"), None),
+    (RuntimeError("a file server: Connection reset by peer"), None),
+    (RuntimeError(f"{GLOO}pair.cc:1] ::gloo::EnforceNotMet: peer rank 7"), None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("error", "what"), MISSING, ids=lambda x: repr(x)[-40:])
+def test_what_is_said_of_a_rank(error, what):
+    assert watching.missing_rank(error) == what
+
+
+def test_a_bug_is_no_lack_of_memory(tmp_path):
+    """Its message speaks of storage; it keeps its traceback."""
+    line = "    references = run.references(reference)\n"
+    plant(tmp_path, "tp_mlp.py", line, f"{line}    torch.empty(2).as_strided((3,), (1,))\n")
+    args = ["--hidden-size", 8, "--intermediate-size", 8]
+    result = launch.ranks(tmp_path / "tp_mlp.py", *args, nproc=1, folder=tmp_path)
+    assert result.code == 1 and not result.errors(), result.tail()
+    assert "Traceback" in result.err and "requiring a storage size of 12" in result.err
+
+
 @pytest.mark.parametrize("script", stressed(launch.SCRIPTS, [FIRST]))
 def test_from_elsewhere(script, tmp_path, read_only):
-    """A18: through a link, from another folder, in a checkout with spaces and Cyrillic in its name
+    """Through a link, from another folder, in a checkout with spaces and Cyrillic in its name
     that nobody may write to; nothing is written there."""
     checkout = tmp_path / "мой checkout"
     shutil.copytree(launch.TASKS, checkout / "tasks", ignore=shutil.ignore_patterns("__pycache__"))
@@ -385,7 +440,7 @@ def test_from_elsewhere(script, tmp_path, read_only):
 
 @pytest.mark.stress
 def test_without_network(tmp_path):
-    """F3: a fresh copy, made and used under another umask, with neither network nor display."""
+    """A fresh copy, made and used under another umask, with neither network nor display."""
     alone = ["unshare", "--map-root-user", "--net", "bash", "-c"]
     if not shutil.which("ip") or launch.run([*alone, "true"]).code:
         pytest.skip("no network namespaces here (unshare, ip)")
@@ -403,7 +458,7 @@ def test_without_network(tmp_path):
 
 @pytest.mark.parametrize("script", stressed(launch.SCRIPTS, []))
 def test_same_command_twice(script, tmp_path):
-    """E3: the same differences, losses and hashes, to the bit."""
+    """The same differences, losses and hashes, to the bit."""
     records = []
     for _ in range(2):
         path = tmp_path / "record.json"
@@ -419,7 +474,7 @@ def test_same_command_twice(script, tmp_path):
 
 @pytest.mark.stress
 def test_two_jobs_at_once(tmp_path):
-    """A14: on one machine, each with its own folder."""
+    """On one machine, each with its own folder."""
     jobs = []
     for i in range(2):
         args = ["--check-steps", 0, "--output-dir", tmp_path / str(i)]
@@ -433,7 +488,7 @@ def test_two_jobs_at_once(tmp_path):
 
 
 def test_other_versions(tmp_path):
-    """B14: libraries older or newer than tested: said in one line, and the run goes on."""
+    """Libraries older or newer than tested: said in one line, and the run goes on."""
     plant(tmp_path, "starting.py", '("4.48.3", "5.23.0")', '("1.0", "2.0")')
     args = QUICK["tp_mlp"]
     result = launch.ranks(tmp_path / "tp_mlp.py", *args, nproc=2, folder=tmp_path)

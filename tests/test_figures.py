@@ -4,6 +4,7 @@ import contextlib
 import importlib.util
 import json
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,8 +14,10 @@ sys.path.append(str(launch.ROOT / "figures"))
 import draw
 import longest
 import records
+import tolerance
 import tp_speed
 from draw_diagrams import TITLES, Diagram
+from errors import LIMITS
 
 TECHNIQUES = ["hand-made", "DTensor"]
 if importlib.util.find_spec("transformers.distributed"):  # not in the course's version
@@ -101,12 +104,31 @@ def test_measured_elsewhere(tmp_path, capsys):
         assert [run["seconds"] for run in records.resume(path, here)["runs"]] == [5]
 
 
-@pytest.mark.parametrize("name", ["tp_speed", "longest"])
+@pytest.mark.parametrize("name", ["tp_speed", "longest", "sequence_speed"])
 def test_drawing(name, tmp_path):
-    """The committed measurements can be drawn."""
-    data = json.loads((SPEED.parent / f"{name}.json").read_text())
-    getattr(draw, f"draw_{name}")(data, tmp_path / "picture.png")
-    assert (tmp_path / "picture.png").stat().st_size > 10_000
+    """The committed measurements can be drawn; a step by selective checkpoints, too."""
+    files = ["ulysses_speed", "long_speed"] if name == "sequence_speed" else [name]
+    data = {file: json.loads((SPEED.parent / f"{file}.json").read_text()) for file in files}
+    for count in (1, 2) if name == "sequence_speed" else (1,):
+        getattr(draw, f"draw_{name}")(data.get(name, data), tmp_path / "picture.png")
+        assert (tmp_path / "picture.png").stat().st_size > 10_000
+        if count == 1 and "long_speed" in data:
+            steps = {"step_s": [1.0, 2.0]}
+            data["long_speed"]["results"]["selective checkpoint, tiled loss and MLP"] = steps
+
+
+def test_contenders_of_the_longest_sequence():
+    """Each is started with flags that its script knows, and is estimated to hold more than ours."""
+    config = longest.Source("random/small").config
+    for name, (bytes_of, _) in longest.CONTENDERS.items():
+        script, *flags = map(str, longest.command(name, 100, 64, []))
+        known = (longest.HERE.parent / script).read_text()
+        own = {flag.removeprefix("--no-").removeprefix("--") for flag in flags if flag[:2] == "--"}
+        assert name == "ours" or bytes_of(config, 1, 4) > longest.CONTENDERS["ours"][0](
+            config, 1, 4
+        )
+        for flag in own:
+            assert flag in known, (name, flag)
 
 
 def test_diagrams(tmp_path):
@@ -159,7 +181,33 @@ def test_search(limit, estimate, monkeypatch):
         assert len(tried) <= 3
 
 
+OUTPUTS = {
+    # what a job printed that failed: whether it was for memory
+    "error: out of memory: 1 x 99 positions on 1 rank(s) do not fit\nexitcode  : 2": True,
+    "frame #1: CUDACachingAllocator\nPYTORCH_ALLOC_CONF=\nRuntimeError: a bug": False,
+    "note: out of memory, some say\nerror: --seq-len 1: too short": False,
+}
+
+
+@pytest.mark.parametrize("output", OUTPUTS)
+def test_what_does_not_fit(output, monkeypatch):
+    """A job's error line alone tells; one that failed otherwise ends the search."""
+    monkeypatch.setattr(longest, "torchrun", lambda *a, **k: (None, SimpleNamespace(stdout=output)))
+    refused = contextlib.nullcontext() if OUTPUTS[output] else pytest.raises(SystemExit)
+    with refused:
+        assert longest.fits("ours", 1, 99, 64, []) is None
+
+
 def test_longest_as_estimated():
     """What is committed: all found within 10 % of the closed form."""
     for run in json.loads((SPEED.parent / "longest.json").read_text())["runs"]:
         assert run["found"] == pytest.approx(run["estimate"], rel=0.1), run
+
+
+def test_tolerance_table():
+    """It is of the record beside it, by the limits of today; no right run was refused."""
+    path = launch.ROOT / "figures" / "tolerance.json"
+    whole = json.loads(path.read_text())
+    assert whole["limits"] == LIMITS
+    assert path.with_suffix(".md").read_text() == tolerance.table(whole)
+    assert whole["runs"] and not any(run["refused"] for run in whole["runs"])

@@ -25,7 +25,7 @@ FAST = {"TORCHRUN": str(Path(sys.executable).parent / "torchrun"), "NPROC": "1"}
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
 def test_syntax(file):
-    """F5: bash reads them, and shellcheck finds nothing, where there is one."""
+    """Bash reads them, and shellcheck finds nothing, where there is one."""
     assert launch.run(["bash", "-n", file]).code == 0
     if not shutil.which("shellcheck"):
         pytest.skip("no shellcheck here: bash -n alone was run")
@@ -82,7 +82,7 @@ def test_wrong(name):
 
 
 def test_port_in_use():
-    """A13: torchrun would end in a traceback; who listens there is not disturbed."""
+    """torchrun would end in a traceback; who listens there is not disturbed."""
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
@@ -171,7 +171,7 @@ def test_cable_cut(two_nodes, tmp_path):
     nodes, head, cut = two_nodes
     job = uuid.uuid4().hex
     jobs = on_nodes(nodes, head, job, tmp_path, [*TRAIN, "--steps", "1000000"])
-    wait_for("^i=3 ", jobs[0][1])
+    wait_for(r"^i=3\t", jobs[0][1])
     cut()
     assert not launch.survivors(job, 30), "still there after 30 s"
     for process, _, err in jobs:
@@ -185,7 +185,7 @@ def test_machine_gone(two_nodes, tmp_path):
     nodes, head, _ = two_nodes
     job = uuid.uuid4().hex
     jobs = on_nodes(nodes, head, job, tmp_path, [*TRAIN, "--steps", "1000000"])
-    wait_for("^i=3 ", jobs[0][1])
+    wait_for(r"^i=3\t", jobs[0][1])
     agent = launch.psutil.Process(jobs[1][0].pid)
     for process in [*agent.children(recursive=True), agent]:
         process.kill()
@@ -310,7 +310,7 @@ def test_slurm(slurm, tmp_path):
 
     log, job = tmp_path / "cancelled", uuid.uuid4().hex
     number = submit(slurm, job, log, [*TRAIN, "--steps", "1000000"])
-    wait_for("^i=3 ", log)
+    wait_for(r"^i=3\t", log)
     said(slurm, "scancel", number)
     assert not launch.survivors(job, 30), log.read_text()
 
@@ -323,7 +323,7 @@ def test_slurm_requeue(slurm, tmp_path):
     assert whole.code == 0, whole.tail()
     log, job = tmp_path / "log", uuid.uuid4().hex
     number = submit(slurm, job, log, [*args, tmp_path / "run", "--resume"])
-    wait_for("^i=12 ", log)
+    wait_for(r"^i=12\t", log)
     said(slurm, "scontrol", "requeue", number)
     # (Slurm begins a requeued job no sooner than two minutes later, unless told.)
     wait_for("interrupted after", log)
@@ -331,8 +331,8 @@ def test_slurm_requeue(slurm, tmp_path):
     said(slurm, "scontrol", "update", f"JobId={number}", "StartTime=now")
     wait_for(r"Tests passed \(rank=0\)[\s\S]*Tests passed \(rank=1\)", log, 200)
     assert not launch.survivors(job, 20)
-    losses = dict(re.findall(r"^i=(\d+)  (loss.*)$", log.read_text(), re.M))
-    assert losses == dict(re.findall(r"^i=(\d+)  (loss.*)$", whole.out, re.M))
+    losses = dict(re.findall(r"^i=(\d+)\t(loss.*)$", log.read_text(), re.M))
+    assert losses == dict(re.findall(r"^i=(\d+)\t(loss.*)$", whole.out, re.M))
     assert len(re.findall(r"^i=", log.read_text(), re.M)) == 40  # none twice
     files = [tmp_path / name / "adapter" / "adapter_model.safetensors" for name in ("whole", "run")]
     assert files[0].read_bytes() == files[1].read_bytes()

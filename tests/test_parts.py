@@ -1,5 +1,7 @@
 """The parts in one process: who owns what, loading, flags."""
 
+import ast
+import ctypes
 import itertools
 import json
 import os
@@ -9,10 +11,13 @@ import sys
 import pytest
 import torch
 from torch.distributed.run import get_args_parser
-from transformers import LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import launch
+import measuring
 import starting
+import tp_attention
 from conftest import make_llama
 from loading import LLAMA3_ROPE, PRESETS, TINY, Source
 from sharding import share, share_heads
@@ -113,9 +118,18 @@ def test_float64_is_float64():
     assert (exact - rounded(ids).logits).abs().max() > 1e-9  # what the library's norm rounds away
 
 
+def test_rope_of_task_1():
+    """What it calls Llama-3.2-1B has that model's RoPE: theta 500,000, low frequencies / 32."""
+    rope = LlamaRotaryEmbedding(LlamaConfig(**tp_attention.SHAPES["llama-3.2-1b"]))
+    plain = 500_000.0 ** -(torch.arange(0, 64, 2) / 64)
+    turns = 8192 * plain / (2 * torch.pi)  # in the context that it was trained with at first
+    kept = ((turns - 1) / (4 - 1)).clamp(0, 1)
+    torch.testing.assert_close(rope.inv_freq, plain * (kept + (1 - kept) / 32))
+
+
 @pytest.mark.parametrize("script", launch.SCRIPTS)
 def test_help_and_flags(script, tmp_path):
-    """F1, F2: each flag has a help text with its default, and torchrun takes none for its own."""
+    """Each flag has a help text with its default, and torchrun takes none for its own."""
     file = launch.TASKS / f"{script}.py"
     result = launch.ranks(file, "--help", nproc=1, folder=tmp_path, torchrun=False)
     assert result.code == 0 and not result.err, result.tail()
@@ -161,3 +175,124 @@ def test_fewer_gpus_than_ranks(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     assert starting.choose_device("auto") == (CPU, None)
+
+
+SHORT_OF_MEMORY = [
+    MemoryError(),
+    torch.OutOfMemoryError("whatever it says"),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't "
+                 "allocate memory: you tried to allocate 1000 bytes. Error code 12 (Cannot ...)"),
+    RuntimeError("Storage size calculation overflowed with sizes=[4611686018427387904, 4]"),
+    RuntimeError("std::bad_alloc"),
+    RuntimeError("could not create a memory object"),
+    RuntimeError("could not create a primitive"),
+    RuntimeError("CUDA error: out of memory"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    RuntimeError("ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\n"
+                 "Failed to CUDA calloc 536870912 bytes"),
+    "error: 532 positions do not fit: out of memory (std::bad_alloc)",
+]  # fmt: skip
+OTHER_ERRORS = [
+    RuntimeError("setStorage: sizes [3], strides [1], storage offset 0, and itemsize 4 requiring a "
+                 "storage size of 12 are out of bounds for storage of size 8"),
+    RuntimeError("CUDA error: an illegal memory access was encountered, in CUDACachingAllocator"),
+    RuntimeError("PYTORCH_ALLOC_CONF: unrecognized option"),
+    RuntimeError("could not create a primitive descriptor for the matmul primitive"),
+    RuntimeError("could not get an engine from a memory object"),
+    "error: rank 1 ended, and did not come to what rank 0 waited for at utils.py:1 (allocate)",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("error", [*SHORT_OF_MEMORY, *OTHER_ERRORS], ids=lambda e: repr(e)[-50:])
+def test_is_for_memory(error):
+    """Exact types and the allocators' own sentences; not a bug whose message speaks of storage."""
+    assert measuring.is_for_memory(error) == (error in SHORT_OF_MEMORY)
+
+
+def test_what_a_real_allocator_says():
+    """Of a size that no machine has, and of one beyond 64 bits; and the bug that looks alike."""
+    for size, short in ((2**58, True), (2**62, True), ((2**62, 4), True), (None, False)):
+        with pytest.raises((RuntimeError, MemoryError)) as caught:
+            torch.empty(size) if size else torch.empty(2).as_strided((3,), (1,))
+        assert measuring.is_for_memory(caught.value) == short, caught.value
+
+
+class MallocInfo(ctypes.Structure):
+    """glibc's struct mallinfo2; hblks counts the mappings that malloc has made."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t) for name in ("arena", "ordblks", "smblks", "hblks", *"defghi")
+    ]
+
+
+def mapped_blocks(size):
+    """How many mappings of its own malloc makes for a block of `size` bytes: 0 or 1."""
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+    libc.mallinfo2.restype = MallocInfo
+    before = libc.mallinfo2().hblks
+    block = libc.malloc(ctypes.c_size_t(size))
+    after = libc.mallinfo2().hblks
+    libc.free(block)
+    return after - before
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="not glibc 2.33 or later")
+def test_settings_are_put_back():
+    """What is set for a measurement does not outlive it, also when that ends in an exception."""
+    threads = torch.get_num_threads()
+    for setting in (
+        measuring.kept_memory(),
+        measuring.num_threads(threads + 1),
+        measuring.limited_memory(CPU, 2**28),
+    ):
+        with pytest.raises(KeyError), setting:
+            raise KeyError
+        assert torch.get_num_threads() == threads
+        assert mapped_blocks(40 * 2**20) == 1  # not so under `kept_memory`
+        assert mapped_blocks(100 * 1024) == 0  # not so under `limited_memory`
+
+
+def sources():
+    """Every Python file of the repository: its path, and what it parses to."""
+    files = [
+        f for name in ("tasks", "figures", "tests") for f in (launch.ROOT / name).rglob("*.py")
+    ]
+    return {file: ast.parse(file.read_text()) for file in files}
+
+
+def test_requirements():
+    """Whatever is imported is declared, though another package may bring it."""
+    lines = (launch.ROOT / "requirements.txt").read_text().splitlines()
+    declared = {re.split("[=<>~]", line)[0] for line in lines if not line.startswith("#")}
+    files, imported = sources(), set()
+    for node in itertools.chain.from_iterable(map(ast.walk, files.values())):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name.split(".")[0] for alias in node.names}
+        if isinstance(node, ast.ImportFrom):
+            imported.add(node.module.split(".")[0])
+    imported -= sys.stdlib_module_names | {file.stem for file in files}
+    imported.discard("gguf")  # smollm2.py fetches it where it is needed
+    assert {"torch", "psutil"} <= imported <= declared, imported - declared
+
+
+def test_no_private_functions():
+    """Of PyTorch and the rest. (Its kernels' `aten` names are another matter: README, Limits.)"""
+    found = []
+    for file, tree in sources().items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and re.search(r"\._|^_(?!_)", node.module):
+                found.append((file.name, node.module))
+            of = node.value if isinstance(node, ast.Attribute) else None
+            if isinstance(of, ast.Name) and of.id in {"torch", "dist", "F", "transformers", "peft"}:
+                found += [(file.name, node.attr)] * bool(re.match("_(?!_)", node.attr))
+    assert not found
+
+
+def test_docstrings_speak_for_themselves():
+    """They have no codes of lists that a reader does not have, such as a letter and a number."""
+    kinds = ast.Module, ast.ClassDef, ast.FunctionDef
+    for file, tree in sources().items():
+        for node in ast.walk(tree):
+            said = ast.get_docstring(node) if isinstance(node, kinds) else None
+            assert not re.search(r"\b[A-F]\d{1,2}\b", said or ""), (file.name, said)

@@ -1,0 +1,234 @@
+"""Is a right run ever refused, and how small a wrong one is not? The evidence for tasks/errors.py.
+
+    python figures/tolerance.py                       # all of it: over an hour on 2 cores
+    python figures/tolerance.py --only tiny float32   # the runs that have these words
+    python figures/tolerance.py --table               # the table, from the record that is there
+
+Right runs: the checks of Tasks 2, 3 and 4, in turns, on five texts within one start, for each
+model, float32 and bfloat16, 1 to 4 ranks. Recorded is how many times the reference's own error the
+run's came to.
+Wrong ones: a part of what is checked is scaled by 1 + d, and the smallest d that is refused is
+recorded. tolerance.json has both, tolerance.md is the table.
+"""
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from bisect import bisect_left
+from functools import partial
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE.parent / "tasks"), str(HERE.parent / "tests")]
+
+import torch  # noqa: E402
+from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
+from torch.distributed.tensor.parallel import loss_parallel  # noqa: E402
+
+from conftest import make_llama  # noqa: E402
+from data import own_text  # noqa: E402
+from dtensor_llama import dtensor_parallelize  # noqa: E402
+from errors import LIMITS, judge, measure, worst_relative  # noqa: E402
+from model_checks import check_model, make_batch, own_loss  # noqa: E402
+from records import add, machine, resume, torchrun  # noqa: E402
+from tp_llama import tensor_parallelize  # noqa: E402
+from ulysses_forward import sequence_parallelize, sum_gradients  # noqa: E402
+from utils import make_parser, positive, start  # noqa: E402
+
+ODD = "odd Llama"  # of the tests: sizes that divide by nothing, biases, an untied head
+MODELS = {  # flags, and on how many ranks
+    "tiny": (["--model", "tiny"], (1, 2, 3, 4)),
+    ODD: (["--model", ODD], (1, 2, 3, 4)),
+    "random/small": (["--model", "random/small"], (1, 2, 3, 4)),
+    "smollm2": (["--model", "smollm2"], (1, 2, 3, 4)),
+    "random/llama-3.2-1b, 4 layers": (
+        ["--model", "random/llama-3.2-1b", "--num-layers", 4, "--seq-len", 24], (2,),
+    ),
+}  # fmt: skip
+DTYPES = "float32", "bfloat16"
+# A wrong one: (check, of which tensor, which rows, what it is). Of several tensors, the middle one.
+WRONG = {
+    "a KV head's gradient": ("loss: model.layers.*.self_attn.v_proj.weight grad", "head"),
+    "a norm's gradient": ("loss: model.layers.*.input_layernorm.weight grad", "all"),
+    "the smallest vocabulary row's gradient": ("loss: model.embed_tokens.weight grad", "smallest"),
+    "the smallest input gradient of a token": ("loss: input embeddings grad", "smallest"),
+    "a token's logits": ("logits", "smallest"),
+}
+SIZES = [10 ** (step / 8) for step in range(-64, 9)]
+
+
+# ---------------------------------------------------------------- on the ranks
+
+
+def work():
+    """All runs of one model, dtype and number of ranks."""
+    parser = make_parser(__doc__)
+    parser.add_argument("--texts", type=positive, default=5, help="for each; default 5")
+    parser.add_argument("--batch-size", type=positive, default=2, help="sequences; default 2")
+    parser.add_argument("--seq-len", type=positive, default=32, help="tokens of each; default 32")
+    args = parser.parse_args()
+    with start(args) as run:
+        run.exit = lambda code: None  # a refusal is recorded, not the end
+        check, run.wrong = run.check, {}
+        run.check = partial(check_both, run, check)
+        mesh = init_device_mesh(run.device.type, (run.world_size,))
+        techniques = {
+            "Task 2": (partial(tensor_parallelize, group=run.group), None),
+            "Task 3": (partial(dtensor_parallelize, mesh=mesh), None),
+            "Task 4": (partial(sequence_parallelize, group=run.group),
+                       partial(sum_gradients, group=run.group)),
+        }  # fmt: skip
+        tokenizer = run.together(run.source.tokenizer)
+        for number, (name, (parallelize, reduce)) in enumerate(techniques.items()):
+            reference = run.source.load_model(run.dtype, run.device) if run.rank == 0 else None
+            references = run.references(reference)
+            model = run.source.load_model(run.dtype, run.device, parallelize)
+            for seed in range(number, args.texts, len(techniques)):
+                args.seed = seed
+                torch.manual_seed(seed)
+                batch = make_batch(run, run.source, tokenizer, own_text(10**4, seed)[1])
+                with loss_parallel() if name == "Task 3" else torch.enable_grad():
+                    check_model(run, run.source, model, references, batch, own_loss, reduce)
+            del references, reference, model
+        measured = [c for c in run.checks if "times_reference" in c]
+        run.results |= {
+            "measured": len(measured),
+            "refused": [check["name"] for check in run.checks if not check["passed"]],
+            "times": {
+                kind: max(c["times_reference"].get(kind, 0) for c in measured) for kind in LIMITS
+            },
+            "largest": {
+                kind: max(measured, key=lambda c, k=kind: c["times_reference"].get(k, 0))["name"]
+                for kind in LIMITS
+            },
+            "smallest_refused": run.wrong,
+        }
+        run.checks = run.checks[:1]  # the record is for the results
+
+
+def check_both(run, check, name, pairs=(), *args, **kwargs):
+    """The check, and once for each of the wrong ones what it would refuse."""
+    for wrong, (of_check, part) in WRONG.items():
+        if name == of_check and wrong not in run.wrong:
+            pairs = list(pairs)
+            sizes = run.from_rank0(smallest_refused(run, pairs, part))
+            run.wrong[wrong] = sizes
+    check(name, pairs, *args, **kwargs)
+
+
+def smallest_refused(run, pairs, part):
+    """The smallest d of `SIZES` for which scaling a part by 1 + d is refused; None: no d is."""
+    many = [measure(*pair) for pair in pairs]
+    worst = worst_relative(many)
+    at = len(pairs) // 2
+    actual, reference, exact = (t.reshape(-1, t.shape[-1]) for t in pairs[at])
+    rows = slice(None)
+    if part == "head":
+        rows = slice(0, run.source.config.head_dim)
+    elif part == "smallest":
+        norms = exact.double().norm(dim=1)
+        rows = norms.masked_fill(norms == 0, torch.inf).argmin()[None]
+
+    def is_refused(size):
+        wrong = actual.clone()
+        wrong[rows] = wrong[rows] * (1 + size)
+        many[at] = measure(wrong, reference, exact)
+        return max(share for share, *_ in judge(many, run.dtype, worst)) > 1
+
+    first = bisect_left(SIZES, True, key=is_refused)
+    return SIZES[first] if first < len(SIZES) else None
+
+
+# ---------------------------------------------------------------- driver and table
+
+
+def drive():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", nargs="+", metavar="WORD", default=[],
+                        help="runs with these words in model or dtype; default all")  # fmt: skip
+    parser.add_argument("--table", action="store_true", help="write the table alone; default no")
+    args = parser.parse_args()
+    path = HERE / "tolerance.json"
+    if not args.table:
+        record(path, args.only)
+    path.with_suffix(".md").write_text(table(json.loads(path.read_text())))
+
+
+def record(path, only):
+    import transformers
+
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    whole = resume(path, {"machine": machine(), "versions": versions, "limits": LIMITS})
+    with tempfile.TemporaryDirectory() as folder:
+        odd = str(make_llama(folder))
+        for model, (flags, ranks) in MODELS.items():
+            for dtype in DTYPES:
+                if not all(word in (model, dtype) for word in only):
+                    continue
+                for count in ranks:
+                    print(f"{model}, {dtype}, {count} rank(s)", flush=True)
+                    words = [odd if flag == ODD else flag for flag in flags]
+                    found, done = torchrun(__file__, count, *words, "--dtype", dtype)
+                    if not found:
+                        sys.exit(f"{done.stdout[-3000:]}\nerror: {model}, {dtype} failed")
+                    key = {"model": model, "dtype": dtype, "ranks": count}
+                    add(path, whole, key, found["results"])
+
+
+def table(whole):
+    """tolerance.md."""
+    runs = {(run["model"], run["dtype"], run["ranks"]): run for run in whole["runs"]}
+    limits = whole["limits"]
+    lines = [
+        "# How far right runs are off, and how small an error is refused",
+        "",
+        "By `python figures/tolerance.py`; the rule is in `tasks/errors.py`.",
+        "",
+        "Largest error of right runs, in times the reference's own (Tasks 2 to 4, five texts):",
+        f"rms of a tensor (limit {limits['rms']:g}) / rms of a row or column ({limits['row']:g}) /",
+        f"largest value ({limits['max']:g}).",
+        "",
+        "| model | dtype | 1 rank | 2 ranks | 3 ranks | 4 ranks | checks | refused |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for model in MODELS:
+        for dtype in DTYPES:
+            cells, of_all = [], [runs.get((model, dtype, ranks)) for ranks in (1, 2, 3, 4)]
+            for run in of_all:
+                t = run and run["times"]
+                cells.append(
+                    f"{t['rms']:.1f} / {max(t['row'], t['column']):.1f} / {t['max']:.1f}"
+                    if run else "-"
+                )  # fmt: skip
+            there = [run for run in of_all if run]
+            if not there:
+                continue
+            checks, refused = (sum(run["measured"] for run in there),
+                               sum(len(run["refused"]) for run in there))  # fmt: skip
+            lines.append(f"| {model} | {dtype} | {' | '.join(cells)} | {checks:,} | {refused} |")
+    lines += [
+        "",
+        "Smallest error that is refused, in per cent of a part's values, on 2 ranks:",
+        "",
+        f"| model | dtype | {' | '.join(WRONG)} |",
+        "|---|---|" + "---|" * len(WRONG),
+    ]
+    for model in MODELS:
+        for dtype in DTYPES:
+            if run := runs.get((model, dtype, 2)):
+                sizes = [run["smallest_refused"].get(wrong) for wrong in WRONG]
+                cells = [f"{100 * size:.2g}" if size else "none is" for size in sizes]
+                lines.append(f"| {model} | {dtype} | {' | '.join(cells)} |")
+    cpu = f"{whole['machine']['cores']} cores of {whole['machine']['cpu']}"
+    dates = " and ".join(sorted({run["date"] for run in whole["runs"]}))
+    lines += ["", f"({dates}, {cpu}, PyTorch {whole['versions']['torch']}, "
+              f"transformers {whole['versions']['transformers']})"]  # fmt: skip
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    work() if "RANK" in os.environ else drive()

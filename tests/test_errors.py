@@ -1,0 +1,148 @@
+"""The tolerance of float32 and bfloat16: what it measures, refuses, and must not refuse."""
+
+import copy
+
+import pytest
+import torch
+
+import errors
+import launch
+from errors import judge, measure, worst_relative
+from float64 import compute_in_float64
+from loading import Source
+from model_checks import plain_loss, step, token_losses
+from wider import widen
+
+DTYPES = torch.float32, torch.bfloat16
+
+
+def share(*pairs, dtype=torch.float32, **options):
+    """The largest share of a limit; more than 1 is refused."""
+    many = [measure(*pair, **options) for pair in pairs]
+    return max(judged[0] for judged in judge(many, dtype, worst_relative(many)))
+
+
+def three(*shape, size=1.0, noise=1e-6, seed=0):
+    """A run, a reference and exact values, both as far off."""
+    generator = torch.Generator().manual_seed(seed)
+    exact, *errors = torch.randn(3, *shape, generator=generator) * size
+    return *(exact + noise * error for error in errors), exact
+
+
+@pytest.mark.parametrize("chunk", [1, 100, 2**22])
+def test_norms(chunk, monkeypatch):
+    """They are what their names say, however many rows are taken at a time."""
+    monkeypatch.setattr(errors, "CHUNK", chunk)
+    actual, reference, exact = three(2, 9, 11)
+    norms = measure(actual, reference, exact).norms
+    for i, values in enumerate((actual - exact, reference - exact, exact)):
+        rows = values.view(18, 11).double()
+        assert norms["rms"][i].item() == pytest.approx(rows.square().mean().sqrt().item())
+        if i != 1:  # the reference's is at least what is to be expected
+            assert norms["max"][i].item() == pytest.approx(rows.abs().max().item())
+        torch.testing.assert_close(norms["row"][i], rows.square().mean(1).sqrt())
+        torch.testing.assert_close(norms["column"][i], rows.square().mean(0).sqrt())
+
+
+@pytest.mark.parametrize("shape", [(300, 400), (1, 40), (4, 3), (7,), (1,)])
+def test_right_runs_pass(shape):
+    """A hundred of them; of a single value only where its usual error is known from others."""
+    for seed in range(100):
+        own = 1e-6 if shape == (1,) else 0.0
+        assert share(three(*shape, seed=seed), own=own) < 1
+
+
+def test_a_lucky_reference_refuses_nobody():
+    """Of two alike tensors it is exact in one."""
+    (a, _, x), pair = three(30, 40), three(30, 40, seed=1)
+    assert share((a, x, x), pair) < 1 < share((a, x, x))
+    assert share((x + 2**-24 * x.abs(), x, x)) < 1  # but for one rounding
+
+
+@pytest.mark.parametrize("value", [0.0, 1.01, torch.nan, torch.inf])
+@pytest.mark.parametrize("part", ["row", "column", "element"])
+def test_small_and_wrong(part, value):
+    """What is small beside the rest, and wrong, is seen."""
+    actual, reference, exact = three(50, 60)
+    where = {"row": (7,), "column": (slice(None), 7), "element": (7, 7)}[part]
+    if part != "element":
+        for tensor in (actual, reference, exact):
+            tensor[where] *= 1e-5  # 1 % of it is less than any bound by the largest value sees
+    assert share((actual, reference, exact)) < 1
+    actual[where] *= value
+    assert share((actual, reference, exact)) > 1
+
+
+def test_zeros_must_be_zeros():
+    zeros = torch.zeros(10, 10)
+    assert share((zeros, zeros, zeros)) == 0
+    assert share((zeros + 1e-30, zeros, zeros)) > 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_widened(dtype):
+    """The very weights, wider: a gradient beside the module's own, which stays as it was."""
+    source, ids = Source("tiny"), torch.arange(20).view(2, 10)
+    model = source.load_model(dtype, torch.device("cpu"))
+    wide = widen(model)
+    copied = copy.deepcopy(model).to(torch.float64 if dtype == torch.float32 else torch.float32)
+    if dtype == torch.float32:
+        compute_in_float64(copied)
+
+    def loss(module, inputs):
+        value = plain_loss(module, ids, **inputs)
+        return value, value
+
+    step(model, ids, torch.ones_like(ids), loss)
+    before = {name: p.grad.clone() for name, p in model.named_parameters()}
+    results = [step(module, ids, torch.ones_like(ids), loss) for module in (wide, copied)]
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6 * theirs.abs().max().item())
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter.grad, before[name])
+        exact = copied.get_parameter(name).grad.float()
+        bound = 1e-6 * exact.abs().max().item()
+        torch.testing.assert_close(parameter.exact_grad, exact, rtol=0, atol=bound)
+    assert {id(p) for p in wide.parameters()} == {id(p) for p in model.parameters()}
+
+
+def test_token_losses():
+    """As PyTorch has them, but for labels of -100 and its rounding."""
+    logits, labels = torch.randn(2, 9, 49_152) * 4, torch.randint(49_152, (2, 9))
+    labels[1, :4] = -100
+    exact = torch.nn.functional.cross_entropy(
+        logits[:, :-1].double().flatten(0, 1), labels[:, 1:].flatten(), reduction="none"
+    )
+    found = token_losses(logits, labels)
+    torch.testing.assert_close(found.double().flatten(), exact, rtol=2e-7, atol=4e-6)
+    assert token_losses(logits.bfloat16(), labels).dtype == torch.float32
+
+
+SUMS = """
+import sys
+sys.path.insert(0, {tasks!r})
+import torch, torch.distributed as dist
+from measuring import bytes_sent
+from sharding import all_reduce, all_reduce_
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    torch.manual_seed(dist.get_rank())
+    for size in (7, 50_001):
+        mine = torch.randn(size).bfloat16()
+        everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(everyone, mine)
+        once = torch.stack(everyone).double().sum(0).bfloat16()
+        assert torch.equal(all_reduce(mine, dist.group.WORLD), once)
+        all_reduce_(mine, dist.group.WORLD)
+        assert torch.equal(mine, once)
+    dist.destroy_process_group()
+    print("summed")
+"""
+
+
+@pytest.mark.parametrize("nproc", [1, 2, 3, 4])
+def test_half_precision_sums_round_once(nproc, tmp_path):
+    (tmp_path / "sums.py").write_text(SUMS.format(tasks=str(launch.TASKS)))
+    result = launch.ranks(tmp_path / "sums.py", nproc=nproc, folder=tmp_path)
+    assert result.code == 0 and result.out.count("summed") == nproc, result.tail()

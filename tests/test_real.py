@@ -1,0 +1,94 @@
+"""Every task on a publicly trained Llama, SmolLM2-135M (`make test-real`), fetched if need be.
+
+Each script runs on 2, 3 and 4 ranks, and in each dtype: in float32 twice, else once.
+"""
+
+import hashlib
+
+import pytest
+import torch
+
+import launch
+import smollm2
+import test_smollm2
+from loading import Source, cache_folder, read_settings
+from test_tasks import QUICK, WHOLE_MODEL, checks
+
+pytestmark = pytest.mark.real
+TEXT = "A quick brown fox with a fluffy white coat"
+# {job: flags}: its script comes first in a job's name.
+SHORT = ["--repeats", 0, "--new-tokens", 7]
+STEP = ["--steps", 1, "--check-steps", 1, "--seq-len", 32, "--no-long-sequence", "--peft"]
+JOBS = {
+    **{script: QUICK.get(script, []) for script in launch.SCRIPTS},
+    **{script: [*SHORT, "--seq-len", 32] for script in WHOLE_MODEL},
+    "kv_cache": SHORT,
+    **{f"ulysses_finetune {peft}": [*STEP, peft] for peft in ("prompt", "lora", "none")},
+}
+del JOBS["ulysses_finetune"]
+CASES = [("ulysses_finetune", "float32", 2)]  # as it is by default: with all memory techniques
+for i, job in enumerate(JOBS):
+    more = 3 + i % 2
+    CASES += [(job, "float32", 2), (job, "float32", more)]
+    CASES += [(job, "float64", 7 - more), (job, "bfloat16", 2 + i % 3)]
+JOBS["ulysses_finetune"] = ["--steps", 1, "--check-steps", 1, "--seq-len", 32]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def model():
+    """Its directory, in the cache."""
+    return smollm2.find(cache_folder())
+
+
+@pytest.mark.parametrize(("job", "dtype", "nproc"), CASES)
+def test_task(job, dtype, nproc, tmp_path):
+    path, script = tmp_path / "record.json", job.split()[0]
+    args = ["--model", "smollm2", "--dtype", dtype, *JOBS[job], "--json", path]
+    if job.endswith("none") and (nproc == 4 or dtype == "float64"):
+        # All weights' gradients, and those of the reference, on every rank, before and after a step
+        # (5 GiB a rank in float32): more than 24 GiB. So they train, and stay alike.
+        args += ["--check-steps", 0]
+    file = launch.TASKS / f"{script}.py"
+    result = launch.ranks(file, *args, nproc=nproc, folder=tmp_path, timeout=400)
+    assert result.code == 0 and result.out.count("Tests passed") == nproc, result.tail()
+    every = checks(path, nproc, dtype)[1]
+    if dtype == "float64":
+        for check in every:
+            bound = 0 if "bits" in check["name"] else 1e-10 * max(1, check["max_abs_reference"])
+            exempt = check["name"].startswith(("golden", "last loss"))
+            assert check["max_abs_diff"] <= bound or exempt, check
+    if "--new-tokens" in args and dtype != "bfloat16":
+        assert TEXT in result.out, result.tail()
+
+
+def digest(source):
+    """As `save_weights` has it; the LM head is the embedding."""
+    embedding = source.read("model.embed_tokens.weight")
+    values = {name: source.read(name) for name in source.shapes} | {"lm_head.weight": embedding}
+    found = hashlib.sha256()
+    for name in sorted(values):
+        found.update(name.encode() + values[name].numpy().tobytes())
+    return found.hexdigest()
+
+
+def test_model():
+    """It is the one that it claims to be, and its tokenizer gives text back as it was."""
+    source = Source("smollm2")
+    assert source.config.tie_word_embeddings
+    assert read_settings(source.directory)["rope_theta"] == 100000
+    sizes = [torch.Size(shape).numel() for shape in source.shapes.values()]
+    assert sum(sizes) == 134_515_008 and digest(source) == smollm2.WEIGHTS
+    tokenizer, text = source.tokenizer(), "A quick brown fox,  it's 12\n\nin 2024 — ünï日本"
+    ids = tokenizer(text)["input_ids"]
+    assert tokenizer.decode(ids) == text and tokenizer.bos_token_id not in ids
+    assert [tokenizer.decode(i) for i in ids[:4]] == ["A", " quick", " brown", " fox"]
+
+
+def test_fetched(tmp_path):
+    """As on a machine that never had it, by two ranks, of which one fetches it."""
+    env = {"XDG_CACHE_HOME": str(tmp_path)}
+    result = launch.torchrun("tp_mlp", *test_smollm2.ARGS, nproc=2, env=env, timeout=600)
+    assert result.code == 0 and result.err.count("smollm2: fetching") == 1, result.tail()
+    folder = tmp_path / "parallel_llama"
+    assert test_smollm2.left(folder) == [smollm2.MODEL]
+    assert digest(Source(str(folder / smollm2.MODEL))) == smollm2.WEIGHTS
