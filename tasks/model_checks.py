@@ -271,7 +271,8 @@ def check_model(run, source, parallel, references, batch, loss, reduce):
     # Beside a reference that is off itself, above all in bfloat16, a loss that is taken the wrong
     # way might pass. Of the run's own logits it must be right but for its own rounding.
     of_logits = mean_loss(token_losses(logits.double(), labels), labels).to(actual.dtype)
-    rounding = 4 * torch.finfo(actual.dtype).eps * logits.abs().max().item()
+    largest = max(logits.abs().max().item(), of_logits.item())
+    rounding = 4 * torch.finfo(actual.dtype).eps * largest
     run.check("loss, of its own logits", [(actual, of_logits)], rounding)
     for reference in references[:1]:
         reference.zero_grad()
