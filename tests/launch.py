@@ -141,7 +141,7 @@ def rank_main(path, args, env, log):
     runpy.run_path(str(path), run_name="__main__")
 
 
-def ranks(path, *args, nproc, folder, timeout=60, torchrun=True, env=None, each=None):
+def ranks(path, *args, nproc, folder, timeout=120, torchrun=True, env=None, each=None):
     """A script's ranks without torchrun, forked from a process with all imports done.
 
     torchrun: whether they see what torchrun would set; else it is as after plain `python`. env:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import launch
+from conftest import make_llama
 from test_readme import SHOWN, same
 
 # Every script there is is run; these flags only keep further runs of some short.
@@ -81,7 +82,7 @@ def test_float32(script, by, nproc, tmp_path):
         passed(result, nproc)
     else:
         file = launch.TASKS / f"{script}.py"
-        result = launch.ranks(file, *args, nproc=nproc, folder=tmp_path, timeout=120)
+        result = launch.ranks(file, *args, nproc=nproc, folder=tmp_path)
         assert result.code == 0 and result.out.count("Tests passed") == nproc, result.tail()
     float32(script, nproc, result, path)
 
@@ -115,7 +116,7 @@ def test_float64(script, nproc, tmp_path):
     args = [] if (script, nproc) == ("tp_attention", 3) else QUICK.get(script, [])
     args = [*args, "--dtype", "float64", "--json", path]
     file = launch.TASKS / f"{script}.py"
-    passed(launch.ranks(file, *args, nproc=nproc, folder=tmp_path, timeout=120), nproc)
+    passed(launch.ranks(file, *args, nproc=nproc, folder=tmp_path), nproc)
     for check in checks(path, nproc, "float64")[1]:
         bound = 0 if "bits" in check["name"] else 1e-10 * max(1, check["max_abs_reference"])
         exempt = check["name"].startswith(("golden", "last loss"))
@@ -131,7 +132,7 @@ def test_odd_llama(script, nproc, tmp_path, odd_llama, shallow_llama):
     args = ["--model", model, "--dtype", "float64", *QUICK.get(script, []), "--json", path]
     args += ["--batch-size", 3, "--seq-len", 23] if script in DEEP else []
     file = launch.TASKS / f"{script}.py"
-    result = launch.ranks(file, *args, nproc=nproc, folder=tmp_path, timeout=120)
+    result = launch.ranks(file, *args, nproc=nproc, folder=tmp_path)
     assert result.code == 0 and result.out.count("Tests passed") == nproc, result.tail()
     names = {check["name"] for check in checks(path, nproc, "float64")[1]}
     for what in ("output", "input_grad"):  # the assignment's own assertion, here a gate
@@ -171,7 +172,9 @@ def test_overfitting(nproc, tmp_path):
 
 def test_bytes_of_the_all_to_alls(tmp_path):
     """Within 2 % of the formula, a layer and direction, also where nothing divides."""
-    args = ["--model", "random/small", "--num-layers", 2, "--batch-size", 1, "--seq-len", 1201]
+    sizes = dict(hidden_size=256, num_attention_heads=8, num_key_value_heads=2, head_dim=32)
+    model = make_llama(tmp_path / "llama", max_position_embeddings=2048, **sizes)
+    args = ["--model", model, "--batch-size", 1, "--seq-len", 1201]
     args += ["--repeats", 0, "--json", tmp_path / "record.json"]
     file = launch.TASKS / "ulysses_forward.py"
     result = launch.ranks(file, *args, nproc=3, folder=tmp_path)
