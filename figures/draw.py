@@ -81,11 +81,12 @@ def finish(figure, axes, what, data, path, bottom=0.0):
     for axis in axes:
         axis.spines[["top", "right"]].set_visible(False)
     machine = data.get("machine")
-    cpu = machine and f"{machine['cores']} cores of {machine['cpu']}"
-    machine = f"; {', '.join(machine['gpus']) or cpu}" if machine else ""
+    if machine:
+        on = [*machine["gpus"], "no NVLS, no cuDNN attention"] if machine["gpus"] else []
+        machine = "; " + ", ".join(on or [f"{machine['cores']} cores of {machine['cpu']}"])
     dtype = f", {data['dtype']}" if "dtype" in data else ""
     figure.suptitle(
-        f"{what}{dtype}{machine}; torch {data['torch']}, transformers {data['transformers']}",
+        f"{what}{dtype}{machine or ''}; torch {data['torch']}, transformers {data['transformers']}",
         fontsize=9,
     )
     figure.tight_layout(rect=(0, bottom, 1, 1))

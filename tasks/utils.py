@@ -317,6 +317,9 @@ class Run(Comparison):
                          "transformers": transformers.__version__, "peft": peft.__version__},
             "checks": self.checks, "results": self.results,
         }  # fmt: skip
+        if self.device.type == "cuda":  # see `choose_device`
+            record |= {"cudnn_attention": torch.backends.cuda.cudnn_sdp_enabled(),
+                       "NCCL_NVLS_ENABLE": os.environ["NCCL_NVLS_ENABLE"]}  # fmt: skip
         path = path.resolve()
         part = path.with_name(f".{path.name}.{os.getpid()}.part")
         try:
