@@ -32,7 +32,7 @@ from data import own_text  # noqa: E402
 from dtensor_llama import dtensor_parallelize  # noqa: E402
 from errors import LIMITS, judge, measure, worst_relative  # noqa: E402
 from model_checks import check_model, make_batch, own_loss  # noqa: E402
-from records import add, machine, resume, torchrun  # noqa: E402
+from records import add, machine, resume, threads_of, torchrun  # noqa: E402
 from tp_llama import tensor_parallelize  # noqa: E402
 from ulysses_forward import sequence_parallelize, sum_gradients  # noqa: E402
 from utils import make_parser, positive, start  # noqa: E402
@@ -172,7 +172,8 @@ def record(path, only):
                 for count in ranks:
                     print(f"{model}, {dtype}, {count} rank(s)", flush=True)
                     words = [odd if flag == ODD else flag for flag in flags]
-                    found, done = torchrun(__file__, count, *words, "--dtype", dtype)
+                    words += ["--dtype", dtype]
+                    found, done = torchrun(__file__, count, *words, threads=threads_of(count))
                     if not found:
                         sys.exit(f"{done.stdout[-3000:]}\nerror: {model}, {dtype} failed")
                     key = {"model": model, "dtype": dtype, "ranks": count}

@@ -267,6 +267,9 @@ def check_model(run, source, parallel, references, batch, loss, reduce):
         run.check_gradients(f"{name}:", parallel, references, only)
         norms = [p.grad for n, p in parallel.named_parameters() if "norm" in n]
         run.check_same_bits(f"{name}: norm grads, same bits on all ranks", torch.cat(norms))
+        del norms
+        for model in (parallel, *references):
+            model.zero_grad()  # gradients may be most of the memory
 
     # Beside a reference that is off itself, above all in bfloat16, a loss that is taken the wrong
     # way might pass. Of the run's own logits it must be right but for its own rounding.
@@ -275,10 +278,7 @@ def check_model(run, source, parallel, references, batch, loss, reduce):
     rounding = 4 * torch.finfo(actual.dtype).eps * largest
     run.check("loss, of its own logits", [(actual, of_logits)], rounding)
     for reference in references[:1]:
-        reference.zero_grad()
         reference.requires_grad_(True)
-    for reference in references[1:]:
-        reference.zero_grad()
 
 
 @torch.no_grad()
