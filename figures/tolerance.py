@@ -1,7 +1,7 @@
 """Is a right run ever refused, and how small a wrong one is not? The evidence for tasks/errors.py.
 
     python figures/tolerance.py                       # all of it: over an hour on 2 cores
-    python figures/tolerance.py --only tiny float32   # the runs that have these words
+    python figures/tolerance.py --only tiny float32   # runs whose names have these words
     python figures/tolerance.py --table               # the table, from the record that is there
 
 Right runs: the checks of Tasks 2, 3 and 4, in turns, on five texts within one start, for each
@@ -167,7 +167,7 @@ def record(path, only):
         odd = str(make_llama(folder))
         for model, (flags, ranks) in MODELS.items():
             for dtype in DTYPES:
-                if not all(word in (model, dtype) for word in only):
+                if not all(word in f"{model}, {dtype}" for word in only):
                     continue
                 for count in ranks:
                     print(f"{model}, {dtype}, {count} rank(s)", flush=True)
