@@ -6,7 +6,7 @@ import re
 import torch
 import torch.distributed as dist
 
-from errors import LIMITS, judge, measure, worst_relative
+from errors import LIMITS, WHOLE, judge, measure, worst_relative
 from float64 import compute_in_float64
 from sharding import SharedLinear, local_part, shard_of
 from wider import WIDER, widen
@@ -98,11 +98,11 @@ class Comparison:
             self.say(f"FAILED {name} (rank={rank}): {norm}|diff| {value:.1e} > "
                      f"tolerance {bound:.1e}")  # fmt: skip
             self.exit(1)
-        times = worst.get("times_reference", {})
-        said = ", ".join(f"{kind} {ratio:.1f}" for kind, ratio in times.items())
+        own, times = worst.get("own_max_abs_error"), worst.get("times_reference", {})
         self.say(f"check {name}: max|diff| {value:.1e}, mean|diff| {worst['mean_abs_diff']:.1e}, "
                  f"tolerance {bound:.1e} (rank={rank}): ok"
-                 + (f"; times the reference's own error: {said}" if said else ""))  # fmt: skip
+                 + (f"; reference's own {own:.1e}, rms {times['rms']:.1f} of its usual"
+                    if times else ""))  # fmt: skip
 
     def nearest(self):
         """The check that came nearest to failing, in words; golden values have four digits only."""
@@ -271,10 +271,11 @@ def nearest_of(many, dtype, worst):
     times = {}
     for of_limit, _, measure_of, *_ in judged:
         times[measure_of] = max(times.get(measure_of, 0), of_limit * LIMITS[measure_of])
-    part = f"{kind} {part}: rms" if kind in ("row", "column") else kind
+    part = kind if kind in WHOLE else f"{kind.split()[0]} {part}: {kind.partition(' ')[2] or 'rms'}"
     return {"share": share, "max_abs_diff": largest[4], "mean_abs_diff": many[nearest].mean,
             "max_abs_reference": many[nearest].norms["max"][2].item(), "tolerance": largest[5],
-            "times_reference": times, "nearest": (part, *numbers)}  # fmt: skip
+            "own_max_abs_error": many[nearest].own, "times_reference": times,
+            "nearest": (part, *numbers)}  # fmt: skip
 
 
 def kind_of(name):

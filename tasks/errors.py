@@ -3,21 +3,26 @@
 The reference's own error is its difference from the same model in the next wider dtype
 (`wider.py`). A parallel run adds the same products in another order. It rounds as often, so it is
 about as far off; which of the two is nearer is chance. Chance averages out in a root mean square
-(rms) over many values, less in one over few, and least in a largest value. So four norms of the
-error are compared, and each may be a few times the reference's:
+(rms) over many values, less in one over few, and least in a largest value. So several measures of
+the error are compared, and each may be a few times the reference's:
 
     rms      over a whole tensor, or this rank's slice of it
     row      rms over the last dim: of a token, an output unit, a word of the vocabulary
     column   rms over all other dims: of an input unit, a number in all tokens' hidden states
     max      the largest value
+    scale    s - 1, where s times the exact values is nearest to what was computed; of the whole,
+    (row scale, column scale)    each row and each column
 
 The parts are there for what the whole hides: a head or a token whose values are small, and wrong.
+The scale is there for bfloat16. Errors of single values, of 5 % there, average out in it; what is
+left out, or counted twice, does not.
 
 Where the reference happens to be nearly right, it is off by less than it may be. So its error
 counts as no less than is usual, relative to the values' norm: as in the worst tensor of the check
 (the same weight in all layers, on all ranks); of rows and columns, what one of a hundred exceeds.
-It also counts as no less than one rounding; and the largest error as no less than is to be expected
-where the worst row and the worst column meet.
+It also counts as no less than one rounding; the largest error as no less than is to be expected
+where the worst row and the worst column meet; and the scale's as no less than independent errors of
+n values give, 1 / sqrt(n) of their rms, or a 24th, for errors are not quite independent.
 """
 
 from dataclasses import dataclass
@@ -25,22 +30,25 @@ from dataclasses import dataclass
 import torch
 
 # How many times the reference's error is too far. figures/tolerance.py measures how far right runs
-# come: most to about 1, and none to half of these.
-LIMITS = {"rms": 8.0, "row": 12.0, "column": 12.0, "max": 12.0}
+# come: most to about 1, and none to three quarters of these.
+LIMITS = {"rms": 8.0, "row": 16.0, "column": 16.0, "max": 16.0}
+LIMITS |= {"scale": 16.0, "row scale": 32.0, "column scale": 32.0}
+WHOLE = "rms", "max", "scale"  # one number a tensor
 FEW = 8  # values; a mean square over fewer says nothing that the largest value does not
 CHUNK = 2**22
 
 
 @dataclass
 class Errors:
-    """Norms of one tensor, each of three: the run's error, the reference's error, the values.
+    """Measures of one tensor, each of three: the run's error, the reference's error, the values.
 
-    norms: {"rms": (3, 1), "row": (3, rows), "column": (3, columns), "max": (3, 1)}, float64.
-    mean: of the run's error.
+    norms: {"rms": (3, 1), "row": (3, rows), "column": (3, columns), ...}, float64. The scale is a
+    share already: its values count as 1. mean: of the run's error. own: the reference's largest.
     """
 
     norms: dict
     mean: float
+    own: float
 
 
 def measure(actual, reference, exact, own=0.0):
@@ -56,30 +64,42 @@ def measure(actual, reference, exact, own=0.0):
         three = torch.stack([a - x, r - x, x])
         total += three[0].abs().sum().item()
         largest = torch.stack([three.abs().amax((1, 2)), three.new_zeros(3) + largest]).amax(0)
-        squares = three.square_()
-        rows.append(squares.mean(2))
-        columns = columns + squares.sum(1)
+        # Squares, and products with the values, which the scale is made of.
+        five = torch.cat([three.square(), three[:2] * x])
+        rows.append(five.mean(2))
+        columns = columns + five.sum(1)
     rows = torch.cat(rows, dim=1)
     count = rows.shape[1]
-    norms = {"rms": rows.mean(1, keepdim=True).sqrt(), "max": largest[:, None]}
     columns = columns / count
-    meet = (rows[1].max() * columns[1].max() / rows[1].mean()).sqrt()
+    whole = rows.mean(1, keepdim=True)
+    norms, own_largest = {"rms": whole[:3].sqrt(), "max": largest[:, None]}, largest[1].item()
+    meet = (rows[1].max() * columns[1].max() / whole[1, 0]).sqrt()
     largest[1] = torch.maximum(largest[1], meet.nan_to_num(0.0))
     if width >= FEW and count > 1:
-        norms["row"] = rows.sqrt()
+        norms["row"], norms["row scale"] = rows[:3].sqrt(), scales(rows, width)
     if count >= FEW and width > 1:
-        norms["column"] = columns.sqrt()
-    for norm in norms.values():
-        norm[1].clamp_(min=own)
-    return Errors(norms, total / actual.numel())
+        norms["column"], norms["column scale"] = columns[:3].sqrt(), scales(columns, count)
+    if count * width >= FEW:
+        norms["scale"] = scales(whole, count * width)
+    for kind in norms:
+        if "scale" not in kind:
+            norms[kind][1].clamp_(min=own)
+    return Errors(norms, total / actual.numel(), own_largest)
+
+
+def scales(means, number):
+    """(3, n) as in `Errors`, of n parts of `number` values, from their mean products, (5, n)."""
+    ours, its = (means[3:] / means[2]).abs().nan_to_num(0.0)
+    floor = (means[1] / means[2]).sqrt().nan_to_num(0.0) * max(number**-0.5, 1 / 24)
+    return torch.stack([ours, torch.maximum(its, floor), torch.ones_like(its)])
 
 
 def worst_relative(many):
     """{kind: the largest error of a reference, of those of `many`, as a share of its values'}."""
     relative = {
         kind: [(of[kind][1] / of[kind][2]).item() for of in (errors.norms for errors in many)
-               if of[kind][2] > 0]
-        for kind in ("rms", "max")
+               if kind in of and of[kind][2] > 0]
+        for kind in WHOLE
     }  # fmt: skip
     return {kind: max(shares, default=0.0) for kind, shares in relative.items()}
 
@@ -105,7 +125,8 @@ def judge(many, dtype, worst):
             scale = torch.maximum(reference, max(usual, unit) * size)
             scale += torch.finfo(dtype).tiny  # what is smaller may have been rounded to zero
             share = error / (limit * scale)
-            share = share.nan_to_num(torch.inf)  # NaN must not pass
+            # NaN must not pass, and nothing can be held against a reference that is not finite.
+            share = share.masked_fill(~scale.isfinite(), torch.inf).nan_to_num(torch.inf)
             part = share.argmax().item()
             allowed = (limit * scale)[part].item()
             yield share[part].item(), number, kind, part, error[part].item(), allowed

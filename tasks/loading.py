@@ -221,7 +221,11 @@ def is_remote(name):
 
 def cache_folder():
     """Where this project keeps what it fetches, other than from the hub."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "parallel_llama"
+    try:
+        caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError:
+        raise UserError("no home folder to cache a model in: set XDG_CACHE_HOME") from None
+    return Path(caches) / "parallel_llama"
 
 
 def download(name, offline=False):

