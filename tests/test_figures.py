@@ -207,7 +207,7 @@ def test_longest_as_estimated():
 def test_tolerance_table():
     """It is of the record beside it, by the limits of today; no right run was refused.
 
-    None came to three quarters of a limit, as errors.py says; and what the README says is refused, is.
+    None came to three quarters of a limit, as errors.py says, and what is small is refused.
     """
     path = launch.ROOT / "figures" / "tolerance.json"
     whole = json.loads(path.read_text())
