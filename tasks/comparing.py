@@ -79,12 +79,12 @@ class Comparison:
         self.compare(name, pairs, tolerance, own)
         found, measured = self.compared.pop(name)
         everyone = [None] * self.world_size
-        worst = {kind: worst_relative(many) for kind, many in measured.items()}
-        dist.all_gather_object(everyone, worst)
+        usual = {kind: worst_relative(many) for kind, many in measured.items()}
+        dist.all_gather_object(everyone, usual)
         for kind, many in measured.items():
             of_ranks = [theirs[kind] for theirs in everyone if kind in theirs]
-            worst = {norm: max(of_rank[norm] for of_rank in of_ranks) for norm in of_ranks[0]}
-            found.append(nearest_of(many, self.dtype, worst))
+            usual = {norm: max(of_rank[norm] for of_rank in of_ranks) for norm in of_ranks[0]}
+            found.append(nearest_of(many, self.dtype, usual))
         worst = max(found, key=lambda pair: pair["share"], default={"share": -1.0})
         everyone = [None] * self.world_size
         dist.all_gather_object(everyone, worst)
