@@ -1,6 +1,6 @@
 """Is a right run ever refused, and how small a wrong one is not? The evidence for tasks/errors.py.
 
-    python figures/tolerance.py                       # all of it: over an hour on 2 cores
+    python figures/tolerance.py                       # all of it: two hours on 2 cores
     python figures/tolerance.py --only tiny float32   # runs whose names have these words
     python figures/tolerance.py --table               # the table, from the record that is there
 
@@ -120,6 +120,7 @@ def check_both(run, check, name, pairs=(), *args, **kwargs):
 
 def smallest_refused(run, pairs, part):
     """The smallest d of `SIZES` for which scaling a part by 1 + d is refused; None: no d is."""
+    pairs = [[tensor.detach() for tensor in pair] for pair in pairs]
     many = [measure(*pair) for pair in pairs]
     worst = worst_relative(many)
     at = len(pairs) // 2
@@ -132,9 +133,10 @@ def smallest_refused(run, pairs, part):
         rows = norms.masked_fill(norms == 0, torch.inf).argmin()[None]
 
     def is_refused(size):
-        wrong = actual.clone()
-        wrong[rows] = wrong[rows] * (1 + size)
-        many[at] = measure(wrong, reference, exact)
+        right = actual[rows].clone()
+        actual[rows] = right * (1 + size)  # in place: the tensor may be most of the memory
+        many[at] = measure(actual, reference, exact)
+        actual[rows] = right
         return max(share for share, *_ in judge(many, run.dtype, worst)) > 1
 
     first = bisect_left(SIZES, True, key=is_refused)

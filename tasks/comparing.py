@@ -6,7 +6,7 @@ import re
 import torch
 import torch.distributed as dist
 
-from errors import LIMITS, WHOLE, judge, measure, worst_relative
+from errors import FEW, LIMITS, WHOLE, judge, measure, worst_relative
 from float64 import compute_in_float64
 from sharding import SharedLinear, local_part, shard_of
 from wider import WIDER, widen
@@ -43,14 +43,14 @@ class Comparison:
 
         return [tuple(value(r, i) for r in range(shape[0])) for i in range(shape[1])]
 
-    def compare(self, name, pairs, tolerance=None, own=0.0, kind=None):
+    def compare(self, name, pairs, tolerance=None, own=0.0, kind=None, parts=True):
         """A part of a check, to which `check` of the same name, later, gives the verdict.
 
         pairs: (actual, reference), tensors of one shape, or (actual, reference, exact) where
         `exact` is the wider reference of a run in float32 or bfloat16: then by `errors.judge`, and
         the differences are from it.
         tolerance: absolute bound; of pairs, by default, `TOLERANCE` of the largest value.
-        own: what the reference's own error is at least, where that is known from elsewhere.
+        own, parts: see `errors.measure`.
         kind: of one check, pairs of one kind are those whose usual errors are alike.
         """
         found, measured = self.compared.setdefault(name, ([], {}))
@@ -59,7 +59,7 @@ class Comparison:
             if not actual.numel():  # more ranks than MLP units
                 continue
             if exact and tolerance is None:
-                errors = measure(actual, reference, exact[0], own)
+                errors = measure(actual, reference, exact[0], own, parts)
                 measured.setdefault(kind, []).append(errors)
                 continue
             value, mean = difference(actual, reference)
@@ -71,12 +71,12 @@ class Comparison:
             found.append({"share": share, "max_abs_diff": value, "mean_abs_diff": mean,
                           "max_abs_reference": largest, "tolerance": bound})  # fmt: skip
 
-    def check(self, name, pairs=(), tolerance=None, own=0.0):
+    def check(self, name, pairs=(), tolerance=None, own=0.0, parts=True):
         """`compare` on every rank, tell all ranks, print one line; a failure ends the job, exit 1.
 
         The line shows the rank and the pair whose difference came closest to its tolerance.
         """
-        self.compare(name, pairs, tolerance, own)
+        self.compare(name, pairs, tolerance, own, parts=parts)
         found, measured = self.compared.pop(name)
         everyone = [None] * self.world_size
         usual = {kind: worst_relative(many) for kind, many in measured.items()}
@@ -152,16 +152,21 @@ class Comparison:
     def check_weights(self, title, module, references, only=lambda name: True, whole=("norm",)):
         """Shards are slices of the whole weights, and all else is equal on all ranks: exactly.
 
-        Nothing but what has one of the words `whole` in its name may be whole on a rank: neither
-        parameters that nobody split, nor a split that leaves one rank everything.
+        All of a weight is on some rank. Nothing but what has one of the words `whole` in its name
+        may be whole on a rank: neither parameters that nobody split, nor a split that leaves one
+        rank everything.
         """
         kinds = self.slices(module, references, only, lambda parameter: parameter.detach())
         pairs = (pair for kind in kinds.values() for pair in kind)
         self.check(f"{title} weights, slices of the whole", pairs, tolerance=0.0)
         sizes = {n: p.shape for n, p in references[0].named_parameters()} if references else None
-        sizes, unsplit = self.from_rank0(sizes), []
-        for name, parameter in module.named_parameters():
-            dim, start, stop = shard_of(parameter)
+        sizes, unsplit, everyone = self.from_rank0(sizes), [], [None] * self.world_size
+        mine = {name: shard_of(parameter) for name, parameter in module.named_parameters()}
+        dist.all_gather_object(everyone, mine)
+        missing = [name for name in filter(only, sizes) if not all_of(name, sizes[name], everyone)]
+        count = torch.tensor(float(len(missing)))
+        self.check(f"{title} weights, nothing left out", [(count, 0 * count)], 0.0)
+        for name, (dim, start, stop) in mine.items():
             layer = module.get_submodule(name.rpartition(".")[0])
             exempt = isinstance(layer, SharedLinear) or name.endswith("bias")
             exempt |= any(word in name for word in whole)
@@ -170,13 +175,16 @@ class Comparison:
         count = torch.tensor(float(len(unsplit)))
         self.check(f"{title} weights, none whole that should be split", [(count, 0 * count)], 0.0)
 
-    def check_gradients(self, title, module, references, only=lambda name: True):
-        """Compare every parameter's gradient with this rank's slice of the reference's."""
+    def check_gradients(self, title, module, references, only=lambda name: True, tokens=FEW):
+        """Compare every parameter's gradient with this rank's slice of the reference's.
+
+        tokens: how many it is the sum over, if they are few.
+        """
         values = [lambda parameter: parameter.grad]
         values += [lambda parameter: parameter.exact_grad] * (self.dtype in WIDER)
         kinds = self.slices(module, references, only, *values)
         for kind, pairs in kinds.items():
-            self.check(f"{title} {kind} grad", pairs)
+            self.check(f"{title} {kind} grad", pairs, parts=tokens >= FEW)
 
     def place(self, module):
         """A module on the run's device and in its dtype."""
@@ -261,6 +269,19 @@ class Comparison:
         else:
             self.say(f"{name}: False, {missed}: {of['max_abs_diff']:.1e} off where the {against} "
                      f"is {of['reference']:.1e} (rank={rank})")  # fmt: skip
+
+
+def all_of(name, size, shards):
+    """Whether the ranks' shards of a parameter, {name: (dim, start, stop)} each, leave nothing out.
+
+    size: the whole one's.
+    """
+    end = whole = 0
+    for dim, start, stop in sorted(shard[name] for shard in shards if name in shard):
+        if start > end:
+            return False
+        end, whole = max(end, stop), size[dim]
+    return end == whole
 
 
 def nearest_of(many, dtype, worst):

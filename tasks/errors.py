@@ -51,10 +51,12 @@ class Errors:
     own: float
 
 
-def measure(actual, reference, exact, own=0.0):
+def measure(actual, reference, exact, own=0.0, parts=True):
     """The `Errors` of tensors of one shape. own: what the reference's error is at least.
 
-    In pieces of some rows, since the tensors may be most of the memory.
+    parts: whether rows and columns are measured. Not those of a weight's gradient from few tokens:
+    then a row's values are the same few numbers, and its error is no mean of many. In pieces of
+    some rows, since the tensors may be most of the memory.
     """
     width = actual.shape[-1] if actual.dim() else 1
     tensors = [tensor.detach().reshape(-1, width) for tensor in (actual, reference, exact)]
@@ -75,9 +77,9 @@ def measure(actual, reference, exact, own=0.0):
     norms, own_largest = {"rms": whole[:3].sqrt(), "max": largest[:, None]}, largest[1].item()
     meet = (rows[1].max() * columns[1].max() / whole[1, 0]).sqrt()
     largest[1] = torch.maximum(largest[1], meet.nan_to_num(0.0))
-    if width >= FEW and count > 1:
+    if parts and width >= FEW and count > 1:
         norms["row"], norms["row scale"] = rows[:3].sqrt(), scales(rows, width)
-    if count >= FEW and width > 1:
+    if parts and count >= FEW and width > 1:
         norms["column"], norms["column scale"] = columns[:3].sqrt(), scales(columns, count)
     if count * width >= FEW:
         norms["scale"] = scales(whole, count * width)

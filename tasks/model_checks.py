@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from errors import LIMITS
 from loading import UserError
 from measuring import measure_memory, measure_time
+from sharding import all_gather, shard_of
 from wider import wider_copy
 
 TEXT = """The model reads these lines to be checked on something like language. A river does not
@@ -123,8 +124,8 @@ def make_batch(run, source, tokenizer, text=TEXT):
     The last of several sequences is a third shorter and padded on the left, where only the mask
     keeps the padding from being attended to.
     """
-    if run.args.seq_len < 2:
-        raise UserError("--seq-len 1: the loss needs a next token; use 2 or more")
+    if run.args.seq_len < 3:  # of two tokens, some gradients are 0: there is nothing but rounding
+        raise UserError(f"--seq-len {run.args.seq_len}: too short to compare, use 3 or more")
     if run.args.seq_len > source.config.max_position_embeddings:
         run.say(f"note: --seq-len {run.args.seq_len} is more than {source.name} was made for, "
                 f"{source.config.max_position_embeddings}")  # fmt: skip
@@ -219,6 +220,11 @@ def check_model(run, source, parallel, references, batch, loss, reduce):
             f"note: a large model: the gradients of layers 0, {last // 2} and {last} stand for all"
         )
 
+    # The edges of all shards of the vocabulary, again and again.
+    _, first, stop = shard_of(parallel.get_input_embeddings().weight)
+    edges = all_gather(torch.tensor([first, max(first, stop - 1)], device=ids.device), run.group)
+    edges = edges.flatten().repeat(ids.numel())[: ids.numel()].view_as(ids)
+
     def only(name):  # of a large model, the first, middle and last layer's
         return not large or "layers." not in name or any(part in name for part in some)
 
@@ -242,9 +248,11 @@ def check_model(run, source, parallel, references, batch, loss, reduce):
         other = torch.where(mask == 0, (ids + 1) % source.config.vocab_size, ids)
         pair = [parallel(**embed(parallel, i, mask)).logits[mask == 1] for i in (other, ids)]
         run.check("logits, whatever the padding", [pair], tolerance=0.0)
-        (expected,) = run.expect(lambda m: [m.get_input_embeddings()(ids)], references)
-        actual = parallel.get_input_embeddings()(ids)
-        run.check("embeddings", [(actual, expected[0])], tolerance=0.0)  # copied: exact
+        for tokens in ids, edges:
+            (expected,) = run.expect(lambda m, t=tokens: [m.get_input_embeddings()(t)], references)
+            actual = parallel.get_input_embeddings()(tokens)
+            run.compare("embeddings", [(actual, expected[0])], tolerance=0.0)  # copied: exact
+        run.check("embeddings")
 
     for name, function in ("logits", from_logits), ("loss", from_loss):
         expected, expected_grad = run.expect(
@@ -265,7 +273,7 @@ def check_model(run, source, parallel, references, batch, loss, reduce):
         run.check(name, [(actual, *expected)], own=own)
         run.check_same_bits(f"{name}, same bits on all ranks", actual)
         run.check(f"{name}: input embeddings grad", [(grad, *expected_grad)])
-        run.check_gradients(f"{name}:", parallel, references, only)
+        run.check_gradients(f"{name}:", parallel, references, only, tokens=(labels != -100).sum())
         norms = [p.grad for n, p in parallel.named_parameters() if "norm" in n]
         run.check_same_bits(f"{name}: norm grads, same bits on all ranks", torch.cat(norms))
         del norms
@@ -273,11 +281,17 @@ def check_model(run, source, parallel, references, batch, loss, reduce):
             model.zero_grad()  # gradients may be most of the memory
 
     # Beside a reference that is off itself, above all in bfloat16, a loss that is taken the wrong
-    # way might pass. Of the run's own logits it must be right but for its own rounding.
-    of_logits = mean_loss(token_losses(logits.double(), labels), labels).to(actual.dtype)
-    largest = max(logits.abs().max().item(), of_logits.item())
-    rounding = 4 * torch.finfo(actual.dtype).eps * largest
-    run.check("loss, of its own logits", [(actual, of_logits)], rounding)
+    # way might pass. Of the run's own logits it must be right but for its own rounding. And so it
+    # must with labels at the edges of all shards, which the text may lack.
+    rare = edges.masked_fill(labels == -100, -100)
+    with torch.no_grad():
+        of_rare = loss(parallel, rare, **embed(parallel, ids, mask)).to(actual.dtype)
+    for value, targets in (actual, labels), (of_rare, rare):
+        of_logits = mean_loss(token_losses(logits.double(), targets), targets).to(actual.dtype)
+        largest = max(logits.abs().max().item(), of_logits.item())
+        rounding = 4 * torch.finfo(actual.dtype).eps * largest
+        run.compare("loss, of its own logits", [(value, of_logits)], rounding)
+    run.check("loss, of its own logits")
     for reference in references[:1]:
         reference.requires_grad_(True)
 

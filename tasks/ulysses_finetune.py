@@ -262,9 +262,9 @@ def finetune(run):
     length = args.seq_len + (args.num_virtual_tokens if args.peft == "prompt" else 0)
     if args.num_virtual_tokens > 2**20:
         raise UserError(f"--num-virtual-tokens {args.num_virtual_tokens}: at most {2**20}")
-    if length < max(2, run.world_size):
-        raise UserError(f"--seq-len {args.seq_len}: too short, each rank needs a token and the "
-                        "loss a next one")  # fmt: skip
+    if length < run.world_size or args.seq_len < 3:  # of two tokens, some gradients are 0
+        raise UserError(f"--seq-len {args.seq_len}: too short, each rank needs a token, and the "
+                        "loss three")  # fmt: skip
     if length > config.max_position_embeddings:
         run.say(f"note: {length} positions, but {run.source.name} was made for "
                 f"{config.max_position_embeddings}")  # fmt: skip

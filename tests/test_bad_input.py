@@ -177,7 +177,7 @@ USAGE = {
     "empty prompt": (["--prompt", ""], "--prompt is empty"),
     "no new tokens": (["--new-tokens", "0"], "must be a whole number above 0"),
     "prompt too long": (["--new-tokens", "3000"], "tiny takes 2048"),
-    "one token": (["--seq-len", "1"], "--seq-len 1"),
+    "two tokens": (["--seq-len", "2"], "--seq-len 2"),
     "JSON onto a folder": (["--json", "/tmp"], "--json /tmp"),
     "no such time": (["--timeout", str(2**40)], "must be a whole number above 0 (below 2**31)"),
     "no such size": (["--batch-size", str(2**31 - 1), "--seq-len", str(2**31 - 1)], "out of"),

@@ -51,6 +51,14 @@ def test_norms(chunk, monkeypatch):
         torch.testing.assert_close(norms[kind][0], slope)
 
 
+def test_few_tokens():
+    """A gradient from one token: each row is one number, off by chance, times the same values."""
+    exact, numbers, of_reference, of_run = torch.randn(4, 64, generator=torch.manual_seed(0))
+    numbers[0], of_reference[0] = 1e-7, 0.0  # almost nothing; the reference is right
+    runs = [(numbers + 1e-6 * error).outer(exact) for error in (of_run, of_reference, 0.0)]
+    assert share(runs) > 1 > share(runs, parts=False)
+
+
 @pytest.mark.parametrize("shape", [(300, 400), (1, 40), (4, 3), (7,), (1,)])
 def test_right_runs_pass(shape):
     """A hundred of them; of a single value only where its usual error is known from others."""

@@ -416,7 +416,7 @@ BAD_FLAGS = {
     "text is a folder": (["--text", "{}"], "a directory"),
     "text is empty": (["--text", "{}/f"], "no text in it"),
     "text is too short": (["--seq-len", 10, "--text", "{}/short.txt"], "but 10 are needed"),
-    "sequence of one token": (["--peft", "lora", "--seq-len", 1], "too short"),
+    "sequence of two tokens": (["--peft", "lora", "--seq-len", 2], "too short"),
     "no learning rate": (["--lr", 0], "must be above 0"),
 }
 

@@ -140,7 +140,7 @@ BUGS = {
     ),
     "query heads look at others' keys": (
         "tp_attention", 3, "sharding.py", "(first * group_size, last * group_size), (first, last)",
-        "(first * group_size, last * group_size), (0, last - first)", "output",
+        "(first * group_size, last * group_size), (0, last - first)", "nothing left out",
     ),
     "shared KV heads do not add their gradients": (
         "tp_attention", 4, "tp_attention.py", "if ranks > num_kv_heads:", "if False:",
@@ -527,6 +527,20 @@ BUGS = {
         "        layer = model.model.layers[1].self_attn\n"
         "        layer.v_proj.weight.grad[:layer.head_dim] *= 0.5\n",
         "v_proj.weight grad",
+    ),
+    "in bfloat16 an MLP unit is left out": (
+        "tp_llama --dtype bfloat16 --model tiny --batch-size 1", 3, "tp_llama.py",
+        "    units = share(model.config.intermediate_size, ranks, rank)\n",
+        "    units = share(model.config.intermediate_size, ranks, rank)\n"
+        "    units = units[0], units[1] - (rank == 0)\n", "nothing left out",
+    ),
+    "a row at a shard's edge is another's": (  # which no token of the text has
+        "tp_llama --model tiny --batch-size 1", 2, "tp_llama.py", "(ids < first)", "(ids <= first)",
+        "embeddings",
+    ),
+    "a target at a shard's edge is left out": (
+        "tp_llama --model tiny --batch-size 1", 2, "tp_llama.py", "targets >= first",
+        "targets > first", "loss, of its own logits",
     ),
     "the loss is taken in half precision": (
         "tp_llama --dtype bfloat16", 2, "tp_llama.py",
