@@ -49,6 +49,8 @@ def test_task(job, dtype, nproc, tmp_path):
         # All weights' gradients, and those of the reference, on every rank, before and after a step
         # (5 GiB a rank in float32): more than 24 GiB. So they train, and stay alike.
         args += ["--check-steps", 0]
+    if "--new-tokens" in args and dtype == "bfloat16":  # slow, and its text may part
+        args += ["--new-tokens", 2]
     file = launch.TASKS / f"{script}.py"
     result = launch.ranks(file, *args, nproc=nproc, folder=tmp_path, timeout=400)
     assert result.code == 0 and result.out.count("Tests passed") == nproc, result.tail()
