@@ -124,6 +124,12 @@ class Comparison:
         # Half a unit of the last printed digit, and float32 noise.
         self.check(f"golden {name}", [(ends, torch.tensor(golden).to(ends))], tolerance=5.1e-5)
 
+    def shards(self, module):
+        """Of every rank, {name: (dim, start, stop)} of its parameters."""
+        everyone = [None] * self.world_size
+        dist.all_gather_object(everyone, {n: shard_of(p) for n, p in module.named_parameters()})
+        return everyone
+
     def slices(self, module, references, only, *values):
         """{kind: generator of (this rank's value, the reference's slice, ...)} of all parameters.
 
@@ -133,10 +139,9 @@ class Comparison:
         """
         mine = dict(module.named_parameters())
         whole = dict(references[0].named_parameters()) if references else {}
-        kinds, shards = {}, [None] * self.world_size
+        kinds, shards = {}, self.shards(module)
         for name in self.from_rank0([name for name in whole if only(name)]):
             kinds.setdefault(kind_of(name), []).append(name)
-        dist.all_gather_object(shards, {name: shard_of(p) for name, p in mine.items()})
 
         def pairs(names):
             for name in names:
@@ -160,13 +165,11 @@ class Comparison:
         pairs = (pair for kind in kinds.values() for pair in kind)
         self.check(f"{title} weights, slices of the whole", pairs, tolerance=0.0)
         sizes = {n: p.shape for n, p in references[0].named_parameters()} if references else None
-        sizes, unsplit, everyone = self.from_rank0(sizes), [], [None] * self.world_size
-        mine = {name: shard_of(parameter) for name, parameter in module.named_parameters()}
-        dist.all_gather_object(everyone, mine)
-        missing = [name for name in filter(only, sizes) if not all_of(name, sizes[name], everyone)]
+        sizes, unsplit, shards = self.from_rank0(sizes), [], self.shards(module)
+        missing = [name for name in filter(only, sizes) if not all_of(name, sizes[name], shards)]
         count = torch.tensor(float(len(missing)))
         self.check(f"{title} weights, nothing left out", [(count, 0 * count)], 0.0)
-        for name, (dim, start, stop) in mine.items():
+        for name, (dim, start, stop) in shards[self.rank].items():
             layer = module.get_submodule(name.rpartition(".")[0])
             exempt = isinstance(layer, SharedLinear) or name.endswith("bias")
             exempt |= any(word in name for word in whole)
