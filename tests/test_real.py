@@ -29,8 +29,8 @@ del JOBS["ulysses_finetune"]
 LONG = "dtensor_llama", "kv_cache", "ulysses_forward"
 CASES = [("ulysses_finetune", "float32", 2)]  # as it is by default: with all memory techniques
 for i, job in enumerate(JOBS):
-    more = 4 - i % 2
-    CASES += [(job, "float32", 2), (job, "float64", 7 - more), (job, "bfloat16", 2 + i % 2)]
+    more = 3 if job in LONG else 4 - i % 2
+    CASES += [(job, "float32", 2), (job, "float64", 7 - more), (job, "bfloat16", 6 - more)]
     CASES += [(job, "float32", more)] * (job not in LONG)
 JOBS["ulysses_finetune"] = ["--steps", 1, "--check-steps", 1, "--seq-len", 32]
 
@@ -49,7 +49,7 @@ def test_task(job, dtype, nproc, tmp_path):
         # All weights' gradients, and those of the reference, on every rank, before and after a step
         # (5 GiB a rank in float32): more than 24 GiB. So they train, and stay alike.
         args += ["--check-steps", 0]
-    if "--new-tokens" in args and dtype == "bfloat16":  # slow, and its text may part
+    if "--new-tokens" in args and dtype != "float32":  # slower
         args += ["--new-tokens", 2]
     file = launch.TASKS / f"{script}.py"
     result = launch.ranks(file, *args, nproc=nproc, folder=tmp_path, timeout=400)
@@ -60,7 +60,7 @@ def test_task(job, dtype, nproc, tmp_path):
             bound = 0 if "bits" in check["name"] else 1e-10 * max(1, check["max_abs_reference"])
             exempt = check["name"].startswith(("golden", "last loss"))
             assert check["max_abs_diff"] <= bound or exempt, check
-    if "--new-tokens" in args and dtype != "bfloat16":
+    if "--new-tokens" in args and dtype == "float32":
         assert TEXT in result.out, result.tail()
 
 
