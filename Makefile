@@ -13,7 +13,7 @@ FIRST := $(patsubst %,tasks/%.py,tp_mlp tp_attention tp_llama dtensor_llama kv_c
 SCRIPTS = $(FIRST) $(filter-out $(FIRST),$(FOUND))
 
 .PHONY: help demo test test-all stress test-real test-course bench max-seq-len report figures
-.PHONY: tiny-llama lint clean
+.PHONY: tiny-llama gpu lint clean
 help:
 	@echo "make demo         every task, NPROC=$(NPROC) ranks, MODEL=$(MODEL), DTYPE=$(DTYPE)," \
 	  "DEVICE=$(DEVICE)"
@@ -23,6 +23,7 @@ help:
 	@echo "make report       run every task, and write the README's tables anew"
 	@echo "make bench        measure speed (up to two hours); make figures: draw what was measured"
 	@echo "make max-seq-len  find the longest sequence under limits on memory (an hour)"
+	@echo "make gpu          all that one GPU can show, in steps of 8 minutes (DEVICE=cpu rehearses)"
 	@echo "make tiny-llama   write, train and evaluate the embedded model anew"
 	@echo "make lint, make clean"
 
@@ -58,6 +59,11 @@ bench: .venv/ready
 
 max-seq-len: .venv/ready
 	$(BIN)/python figures/longest.py
+
+# STEP=3: one of its steps. DEVICE=cpu: a rehearsal. OUT=DIR: where its files go.
+gpu: .venv/ready
+	$(BIN)/python figures/gpu.py $(if $(filter cpu,$(DEVICE)),--device cpu) \
+	  $(if $(STEP),--step $(STEP)) $(if $(OUT),--out "$(OUT)")
 
 report: .venv/ready
 	$(BIN)/python figures/report.py

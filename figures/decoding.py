@@ -70,7 +70,7 @@ def main():
     with start(args) as run, torch.no_grad():
         if run.device.type != "cpu":
             raise UserError("this is about gloo's messages: --device cpu")
-        run.results |= here_and_now()
+        run.results |= here_and_now(run.device.type, run.world_size)
         source, threads = run.source, torch.get_num_threads()
         reference = source.load_model(run.dtype, run.device) if run.rank == 0 else None
         split = partial(tensor_parallelize, group=run.group)

@@ -42,7 +42,7 @@ def main():
         ids = run.from_rank0(torch.randint(run.source.config.vocab_size, (1, length)))
         alone, own_threads = dist.new_group([0]), torch.get_num_threads()
         losses = {}
-        run.results |= here_and_now()
+        run.results |= here_and_now(run.device.type, run.world_size)
 
         def step(name, group, techniques):
             if group is run.group or run.rank == 0:

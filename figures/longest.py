@@ -10,7 +10,6 @@ fails. Lengths go up and down from the estimate until one fits and one 5 % longe
 """
 
 import argparse
-import math
 import subprocess
 import sys
 import time
@@ -57,6 +56,8 @@ def ours(c, ranks, e, left_out):
     N, K = c.num_attention_heads, c.num_key_value_heads
     # Attention's outputs and their log-sum-exps; the layer's input.
     kept = L * (ND + N) + H
+    if "offload" in left_out:  # two on their way to the host, or back, and the one that is used
+        kept = min(3, L) * (ND + N) + 2 * H
     # Heads in flight, on all ranks together.
     n, k = (max(N // K, ranks), ranks) if groups else (N, max(K, ranks))
     # The gradients behind the layer and of attention's outputs; q, k, v; dq; dk and dv, as the
@@ -105,6 +106,7 @@ CONTENDERS = {
     # PyTorch's own, of the layers; loss and MLP in parts as ours.
     "selective checkpoint": (selective, ["--selective-checkpoint", "--no-head-groups"]),
     "ours": (lambda *a: ours(*a, ()), []),
+    "ours, offload": (lambda *a: ours(*a, ("offload",)), ["--offload"]),
     **{
         name: (lambda *a, t=trick: ours(*a, (t,)), [f"--no-{trick}"])
         for name, trick in LEFT_OUT.items()
@@ -113,12 +115,13 @@ CONTENDERS = {
 
 
 PLAIN = "Hugging Face + PEFT", "with checkpointing"  # nothing of theirs is in parts
+ON_GPU = ("ours, offload",)  # the others, anywhere
 
 
 def command(name, length, budget, model):
     """What one run starts, and its flags: the plain script, or Task 5's. model: flags of both."""
     flags = [*CONTENDERS[name][1], *model, "--seq-len", length - PROMPT]
-    flags += ["--steps", STEPS, "--memory-budget", budget / 2**10]
+    flags += ["--steps", 1 if "cuda" in model else STEPS, "--memory-budget", budget / 2**10]
     if name in PLAIN:
         return HERE / "plain_finetune.py", *flags
     flags += ["--num-virtual-tokens", PROMPT, "--check-steps", 0]
@@ -129,7 +132,7 @@ def command(name, length, budget, model):
 
 
 def fits(name, ranks, length, budget, model):
-    """The record of a run of three steps, or None where memory ran out."""
+    """The record of a run of STEPS, on a GPU of one; or None where memory ran out."""
     begin = time.monotonic()
     script, *flags = command(name, length, budget, model)
     record, job = torchrun(
@@ -175,11 +178,11 @@ def main():
         "which the estimates are for")  # fmt: skip
     flag("--device", choices=["cpu", "cuda"], default="cpu", help="default cpu")
     flag("--budgets", type=positive, nargs="+", help="MiB a rank, beyond the model; default 64 "
-        "256, or on a GPU what it has")  # fmt: skip
+        "256, or 1024 on a GPU, all of which would take days")  # fmt: skip
     flag("--ranks", type=positive, nargs="+", help="of ours, with the smallest budget (with others "
         "one rank: time grows with the square); default 1 2 4, or as many GPUs")  # fmt: skip
     flag("--only", choices=CONTENDERS, nargs="+", default=list(CONTENDERS), help="default all, but "
-        "what leaves something out with the smallest budget alone")  # fmt: skip
+        "what leaves something out with the smallest budget alone; offload on a GPU")  # fmt: skip
     flag("--output", type=Path, default=HERE / "longest.json", help="default %(default)s")
     args = parser.parse_args()
     source, device = Source(args.model), torch.device(args.device)
@@ -187,25 +190,20 @@ def main():
     element, gpus = {"float32": 4, "bfloat16": 2}[args.dtype], torch.cuda.device_count()
     if args.device == "cuda" and not gpus:
         parser.error("--device cuda: PyTorch sees no GPU")
-    weights = element * sum(math.prod(shape) for shape in source.shapes.values())
-    if args.budgets is None and args.device == "cuda":  # all that weights and context leave
-        free = torch.cuda.get_device_properties(0).total_memory - weights - 2**31
-        if free <= 0:
-            parser.error(f"{args.model}: {weights} bytes of weights, too many for this GPU")
-        args.budgets = [free // 2**20]
-    args.budgets = args.budgets or [64, 256]
+    args.budgets = args.budgets or ([64, 256] if args.device == "cpu" else [1024])
     args.ranks = args.ranks or [p for p in (1, 2, 4) if args.device == "cpu" or p <= gpus]
     model = ["--model", args.model, "--dtype", args.dtype, "--device", args.device]
     setting = {
         "model": args.model, "dtype": args.dtype, "device": args.device,
-        "virtual_tokens": PROMPT, "steps": STEPS,
-        "machine": machine(), "torch": torch.__version__, "transformers": transformers.__version__,
+        "virtual_tokens": PROMPT, "steps": STEPS if args.device == "cpu" else 1,
+        "machine": machine(args.device, max(args.ranks)),
+        "torch": torch.__version__, "transformers": transformers.__version__,
     }  # fmt: skip
     whole = resume(args.output, setting)
     for budget in sorted(args.budgets):
         for name in args.only:
             smallest = budget == min(args.budgets)  # with others all takes too long
-            if name in LEFT_OUT and not smallest:
+            if (name in LEFT_OUT and not smallest) or (name in ON_GPU and args.device == "cpu"):
                 continue
             for ranks in args.ranks if name == "ours" and smallest else [1]:
                 a_token = CONTENDERS[name][0](config, ranks, element)

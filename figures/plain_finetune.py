@@ -62,6 +62,8 @@ def main():
             begin = time.perf_counter()
             step(ids)
             optimizer.step()
+            if device.type == "cuda":
+                torch.cuda.synchronize()
             seconds.append(time.perf_counter() - begin)
 
     idle = peak_memory_of_process(device, lambda: None)

@@ -33,20 +33,20 @@ def threads_of(ranks):
     return max(1, torch.get_num_threads() // ranks)
 
 
-def machine():
-    """What the numbers were measured on."""
+def machine(device="cpu", ranks=0):
+    """What the numbers were measured on; of GPUs those that the ranks used."""
     name = platform.processor() or platform.machine()
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
                 name = line.split(":")[1].strip()
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    gpus = [torch.cuda.get_device_name(i) for i in range(ranks if device == "cuda" else 0)]
     return {"cpu": name, "cores": os.cpu_count(), "gpus": gpus}
 
 
-def here_and_now():
+def here_and_now(device="cpu", ranks=0):
     """Machine and date, which stand beside what was measured."""
-    return {"machine": machine(), "date": time.strftime("%Y-%m-%d")}
+    return {"machine": machine(device, ranks), "date": time.strftime("%Y-%m-%d")}
 
 
 def resume(path, setting):

@@ -17,6 +17,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "tasks"))
 
+import gpu  # noqa: E402
 from measuring import ratio  # noqa: E402
 from records import here_and_now, torchrun  # noqa: E402
 
@@ -78,12 +79,13 @@ DTYPES = "float64", "float32"
 
 
 def record(path):
-    """Run every task in both dtypes, and keep of each claim the worst check."""
+    """Run every task in both dtypes, on the CPU, and keep of each claim the worst check."""
     whole = here_and_now() | {"tasks": {}}
     for script, (_, ranks, flags, claims) in TASK.items():
         for dtype in DTYPES:
             print(f"{script}, {dtype}, {ranks} ranks", flush=True)
-            run, done = torchrun(TASKS / f"{script}.py", ranks, *flags, "--dtype", dtype)
+            words = [*flags, "--device", "cpu", "--dtype", dtype]
+            run, done = torchrun(TASKS / f"{script}.py", ranks, *words)
             if not run:
                 sys.exit(f"{done.stdout[-3000:]}\nerror: {script} failed")
             whole |= {"versions": run["versions"], "model": run["model"]}
@@ -253,13 +255,15 @@ TABLES = {  # name in the README: (made by, of)
     "profile": (profile, "tp_speed.json"),
     "longest": (longest, "longest.json"),
     "long_speed": (long_speed, "long_speed.json"),
+    "gpu": (gpu.table, "gpu/gpu.json"),
 }
 
 
 def fill_in(text):
     """A README with its tables made anew."""
     for name, (make, file) in TABLES.items():
-        lines = make(json.loads((HERE / file).read_text()))
+        path = HERE / file  # there is none of a GPU yet
+        lines = make(json.loads(path.read_text()) if path.exists() else None)
         begin = f"<!-- {name}, by figures/report.py of figures/{file} -->\n"
         end = f"<!-- end of {name} -->\n"
         if text.count(begin) != 1 or text.count(end) != 1:

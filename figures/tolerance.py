@@ -24,7 +24,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent / "tasks"), str(HERE.parent / "tests")]
 
 import torch  # noqa: E402
-from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
+from torch.distributed.device_mesh import DeviceMesh  # noqa: E402
 from torch.distributed.tensor.parallel import loss_parallel  # noqa: E402
 
 from conftest import make_llama  # noqa: E402
@@ -73,7 +73,7 @@ def work():
         run.exit = lambda code: None  # a refusal is recorded, not the end
         check, run.wrong = run.check, {}
         run.check = partial(check_both, run, check)
-        mesh = init_device_mesh(run.device.type, (run.world_size,))
+        mesh = DeviceMesh.from_group(run.group, run.device.type)
         techniques = {
             "Task 2": (partial(tensor_parallelize, group=run.group), None),
             "Task 3": (partial(dtensor_parallelize, mesh=mesh), None),
@@ -174,7 +174,7 @@ def record(path, only):
                 for count in ranks:
                     print(f"{model}, {dtype}, {count} rank(s)", flush=True)
                     words = [odd if flag == ODD else flag for flag in flags]
-                    words += ["--dtype", dtype]
+                    words += ["--dtype", dtype, "--device", "cpu"]
                     found, done = torchrun(__file__, count, *words, threads=threads_of(count))
                     if not found:
                         sys.exit(f"{done.stdout[-3000:]}\nerror: {model}, {dtype} failed")

@@ -27,14 +27,13 @@ sys.path.insert(0, str(HERE.parent / "tasks"))
 
 import torch  # noqa: E402
 import transformers  # noqa: E402
-from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
+from torch.distributed.device_mesh import DeviceMesh  # noqa: E402
 from torch.distributed.tensor.parallel import loss_parallel  # noqa: E402
 
 from dtensor_llama import dtensor_parallelize, whole_logits  # noqa: E402
 from kv_cache import choose_among_ranks, choose_whole, generation  # noqa: E402
 from loading import Source, UserError, is_remote  # noqa: E402
 from measuring import (  # noqa: E402
-    bytes_sent,
     interleave,
     kept_memory,
     ratio,
@@ -44,6 +43,7 @@ from measuring import (  # noqa: E402
 from model_checks import expect_loss  # noqa: E402
 from records import add, machine, resume, threads_of, torchrun  # noqa: E402
 from tp_llama import tensor_parallelize  # noqa: E402
+from traffic import bytes_sent  # noqa: E402
 from utils import DTYPES, make_parser, natural, positive, start  # noqa: E402
 
 MODEL = "random/llama-3.2-1b"
@@ -92,7 +92,7 @@ class DTensorPlan(HandMade):
     """Task 3: parallelize_module, and loss_parallel."""
 
     def __init__(self, run):
-        self.mesh = init_device_mesh(run.device.type, (run.world_size,))
+        self.mesh = DeviceMesh.from_group(run.group, run.device.type)
 
     def parallelize(self, model):
         dtensor_parallelize(model, self.mesh)
@@ -177,10 +177,11 @@ def measure(args):
             )  # fmt: skip
             phases = train(name)
             next(phases)
-            sent = [bytes_sent(run, lambda phases=phases: next(phases)) for _ in formula]
+            both = [bytes_sent(run, lambda phases=phases: next(phases)) for _ in formula]
             list(phases)
             run.results[name] = {
-                "sent_bytes": sent, "formula_bytes": formula, "giving_back": args.giving_back,
+                "sent_bytes": [counted for counted, _ in both], "formula_bytes": formula,
+                "wire_bytes": [wire for _, wire in both], "giving_back": args.giving_back,
                 "num_layers": config.num_hidden_layers,
                 "threads": {"single": threads["single"], "parallel": threads[name]},
             }  # fmt: skip
@@ -268,7 +269,8 @@ def drive(args):
             sys.exit(f"error: {error}")
     setting = {
         "model": args.model, "num_layers": [many, few] if cut else None, "dtype": args.dtype,
-        "machine": machine(), "threads": args.threads, "repeats": args.repeats,
+        "machine": machine("cuda" if on_gpu else "cpu", max(args.ranks)),
+        "threads": args.threads, "repeats": args.repeats,
         "torch": torch.__version__, "transformers": transformers.__version__,
         "prompt_tokens": PROMPT, "new_tokens": NEW_TOKENS,
     }  # fmt: skip

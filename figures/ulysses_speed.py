@@ -36,7 +36,7 @@ def main():
         def reduce(tensors):
             sum_gradients(tensors, run.group)
 
-        run.results |= here_and_now()
+        run.results |= here_and_now(run.device.type, run.world_size)
         source, place = run.source, (run.dtype, run.device)
         reference = source.load_model(*place) if run.rank == 0 else None
         parallel = source.load_model(*place, parallelize)

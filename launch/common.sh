@@ -51,7 +51,22 @@ fi
 environment=("OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}" TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
     "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-100}")
 
+flags=("$@")  # of the script, after its name
+unset 'flags[0]'
+device=()
+
+count_gpus() {  # count_gpus ELSE: NPROC is the GPUs', or so many
+    local found
+    found=$(gpus)
+    if [[ -z ${NPROC-} && $found -gt 0 ]]; then
+        device=(--device cuda)  # a rank for each, or an error: not as many on the CPU
+    fi
+    NPROC=${NPROC:-$((found > 0 ? found : $1))}
+    whole NPROC
+}
+
 start() {  # torchrun with these flags, in this process's place: signals reach it; or say so only
+    set -- "$@" "$script" ${device[@]+"${device[@]}"} ${flags[@]+"${flags[@]}"}
     if [[ $dry_run ]]; then
         printf '%q ' env "${environment[@]}" "$TORCHRUN" "$@"
         echo

@@ -19,15 +19,13 @@ set -euo pipefail
 # shellcheck source=launch/common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
-found=$(gpus)
+count_gpus 1
 HEAD=${HEAD:-${SLURM_LAUNCH_NODE_IPADDR:-}}
 NNODES=${NNODES:-2}
-NPROC=${NPROC:-$((found > 0 ? found : 1))}
 PORT=${PORT:-29400}
 JOB=${JOB:-parallel-llama}
 [[ $HEAD ]] || stop "HEAD is not set: the first machine's name or address"
 whole NNODES
-whole NPROC
 NODE_TIMEOUT=${NODE_TIMEOUT:-15}
 whole PORT
 whole NODE_TIMEOUT
@@ -68,10 +66,10 @@ fi
 LOCAL_ADDR=${LOCAL_ADDR:-$found_addr}
 IFACE=${IFACE:-$({ ip -o addr show to "$LOCAL_ADDR" 2>/dev/null || true; } | awk 'NR == 1 {print $2}')}
 if [[ $IFACE ]]; then
-    environment+=("GLOO_SOCKET_IFNAME=$IFACE" "NCCL_SOCKET_IFNAME=$IFACE")
+    environment+=("GLOO_SOCKET_IFNAME=$IFACE" "NCCL_SOCKET_IFNAME==$IFACE")  # no eth10
 fi
 environment+=("NODE_TIMEOUT=$NODE_TIMEOUT")
 
 start --nnodes "$NNODES" --nproc_per_node "$NPROC" --max-restarts 0 \
     --rdzv-backend c10d --rdzv-endpoint "$HEAD:$PORT" --rdzv-id "$JOB" \
-    --rdzv-conf "is_host=$is_head" --local-addr "$LOCAL_ADDR" "$@"
+    --rdzv-conf "is_host=$is_head" --local-addr "$LOCAL_ADDR"

@@ -10,10 +10,8 @@ set -euo pipefail
 # shellcheck source=launch/common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
-found=$(gpus)
-NPROC=${NPROC:-$((found > 0 ? found : 2))}
+count_gpus 2
 MAX_RESTARTS=${MAX_RESTARTS:-0}
-whole NPROC
 
 # --standalone takes a free port by itself: two jobs on one machine do not meet.
-start --standalone --nproc_per_node "$NPROC" --max-restarts "$MAX_RESTARTS" "$@"
+start --standalone --nproc_per_node "$NPROC" --max-restarts "$MAX_RESTARTS"

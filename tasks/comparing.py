@@ -204,18 +204,20 @@ class Comparison:
         shape, dtype = self.from_rank0((tensor.shape, tensor.dtype) if self.rank == 0 else None)
         mine = None
         for rank, shard in enumerate(shards):
-            if shard is None or self.rank not in (0, rank):
+            if shard is None:
                 continue
             dim, start, stop = shard
+            size = [*shape[:dim], stop - start, *shape[dim + 1 :]]
+            sent = received = torch.empty(0, dtype=dtype, device=self.device)
             if self.rank == 0:
-                piece = tensor.detach().narrow(dim, start, stop - start)
-                if rank:
-                    dist.send(piece.contiguous(), rank)
-            else:
-                size = [*shape[:dim], stop - start, *shape[dim + 1 :]]
-                piece = torch.empty(size, dtype=dtype, device=self.device)
-                dist.recv(piece, 0)
-            mine = piece if rank == self.rank else mine
+                sent = tensor.detach().narrow(dim, start, stop - start)
+            if self.rank == rank:
+                mine = received = sent if rank == 0 else sent.new_empty(size)
+            if rank:  # as a collective, not `send`: all ranks count alike, see watching.py
+                sizes = [math.prod(size) if r == rank else 0 for r in range(self.world_size)]
+                got = [received.numel(), *[0] * (self.world_size - 1)]
+                sizes = sizes if self.rank == 0 else [0] * self.world_size
+                dist.all_to_all_single(received.view(-1), sent.reshape(-1), got, sizes)
         return mine
 
     def deal(self, module):

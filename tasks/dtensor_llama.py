@@ -24,7 +24,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -292,7 +292,7 @@ def main():
     )  # fmt: skip
     args = parser.parse_args()
     with start(args) as run, loss_parallel():
-        mesh = init_device_mesh(run.device.type, (run.world_size,))
+        mesh = DeviceMesh.from_group(run.group, run.device.type)
         show_mlp(run, mesh)
 
         def parallelize(model):

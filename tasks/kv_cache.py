@@ -28,7 +28,7 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import DynamicCache, StaticCache
 
 from dtensor_llama import dtensor_parallelize, whole_logits
@@ -254,7 +254,7 @@ def main():
     add("--repeats", type=natural, default=7, help="timed generations of each; default 7")
     args = parser.parse_args()
     with start(args) as run:
-        mesh = init_device_mesh(run.device.type, (run.world_size,))
+        mesh = DeviceMesh.from_group(run.group, run.device.type)
         tokenizer = run.together(run.source.tokenizer)
         prompts = encode_prompts(run, run.source, tokenizer)
 

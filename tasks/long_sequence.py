@@ -111,7 +111,8 @@ def possible(model, techniques):
     on_gpu, head_dim = model.device.type == "cuda", model.model.layers[0].self_attn.head_dim
     half = model.dtype.itemsize == 2
     old = on_gpu and torch.cuda.get_device_capability(model.device) < (8, 0)
-    if on_gpu and (model.dtype == torch.float64 or head_dim % 8 or (half and old)):
+    none = model.dtype == torch.float64 or head_dim % 8 or (half and (old or head_dim > 256))
+    if on_gpu and none:
         kernel = f"no GPU kernel gives log-sum-exps of {model.dtype} heads of {head_dim} here"
     if whole:
         fewer = replace(fewer, head_groups=False)
@@ -208,6 +209,7 @@ class Stack:
         self.first, self.mine = shares[self.rank][0], self.tokens[self.rank]
         self.dropout = config.attention_dropout if model.training else 0.0
         self.rounds = plan_rounds(config, ranks, techniques.head_groups)
+        self.made = {}  # by `indices`: once, not for each tile of each pass
         # The rest of a layer, backward: some six tensors as wide as the MLP.
         a_token = 6 * (config.intermediate_size + config.hidden_size) * self.B
         tile = techniques.tile(a_token, model.dtype.itemsize) if techniques.tiled_mlp else self.mine
@@ -256,15 +258,14 @@ class Stack:
 
     def qkv_of_tokens(self, layer, x, at, turn):
         """q, k and v of a round, of tokens `at`: a piece (tokens, B, heads, D) for each rank."""
-        normed, width = layer.input_layernorm(x), torch.arange(self.D, device=x.device)
+        normed = layer.input_layernorm(x)
         positions = torch.arange(self.first + at.start, self.first + at.stop, device=x.device)
         cos, sin = self.model.rotary_emb(x, positions[None])
         queries, keys = zip(*turn, strict=True)
 
         def heads(linear, ranges):
-            chosen = torch.cat([torch.arange(*some, device=x.device) for some in ranges])
+            chosen, rows = self.indices(ranges, x.device)
             if self.techniques.head_groups:
-                rows = (chosen[:, None] * self.D + width).flatten()
                 return project(linear, normed, rows).unflatten(-1, (-1, self.D))
             return linear(normed).unflatten(-1, (-1, self.D))[:, :, chosen]
 
@@ -274,6 +275,14 @@ class Stack:
         all_three = (q, queries), (k, keys), (heads(attention.v_proj, keys), keys)
         split = [t.split([stop - first for first, stop in ranges], 2) for t, ranges in all_three]
         return [torch.cat(three, 2).transpose(0, 1) for three in zip(*split, strict=True)]
+
+    def indices(self, ranges, device):
+        """Of heads in some ranges, and of a projection's outputs for them."""
+        if ranges not in self.made:
+            chosen = torch.cat([torch.arange(*some, device=device) for some in ranges])
+            rows = chosen[:, None] * self.D + torch.arange(self.D, device=device)
+            self.made[ranges] = chosen, rows.flatten()
+        return self.made[ranges]
 
     def in_order(self, flats):
         """Attention's outputs, flat, one a round: their pieces, (S/P, B, heads, D), by heads."""

@@ -112,28 +112,6 @@ def ratio(ours, theirs):
     return "{:.2f} ({:.2f} to {:.2f})".format(*median_ratio(ours, theirs))
 
 
-def bytes_sent(run, function):
-    """Bytes that each rank sends while all run function(), on average; None on a GPU.
-
-    Read from the counters of the loopback device, which gloo's ranks on one machine talk through:
-    headers are counted too, and so is whatever else uses it.
-    """
-
-    def total():
-        fields = Path("/proc/net/dev").read_text().split("lo:")[1].split()
-        return int(fields[8])  # what it transmitted
-
-    if run.device.type == "cuda" or not Path("/proc/net/dev").exists():
-        function()
-        return None
-    dist.barrier()
-    before = total()
-    dist.barrier()  # all have read before any begins
-    function()
-    dist.barrier()
-    return run.from_rank0((total() - before) / run.world_size)
-
-
 @contextmanager
 def limited_memory(device, budget):
     """Within it, this process gets no more than `budget` bytes beyond what it has; None: no limit.

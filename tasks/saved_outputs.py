@@ -42,7 +42,7 @@ class SavedOutputs(torch.autograd.Function):
             flats, needed = run_attention(stack, layer, x)
             ctx.needed.append(needed)
             if 0 < number == last:  # its backward comes first, with room for this
-                ctx.kept[last] = x
+                ctx.kept[last] = ctx.saved.away([x])
             x = finish_all(stack, layer, x, flats, x if 0 < number < last else None)
             ctx.saved.put(flats)
             del flats
@@ -120,9 +120,9 @@ def rebuild(stack, number, kept, saved):
     3 are there; 2 from 0, and keeps 1: 10 layers are run again, not 7 + 6 + ... + 1 = 28.
     """
     if number in kept:
-        return kept.pop(number)
+        return saved.back(kept.pop(number))[0]
     start = max((at for at in kept if at < number), default=0)
-    x, steps = kept[start] if start else stack.embeddings(), number - start
+    x, steps = saved.back(kept[start])[0] if start else stack.embeddings(), number - start
     # How many more may be kept, and which, evenly on the way.
     free = int((len(stack.layers) - 1 - number) * stack.room) - len(kept)
     some = min(max(free, 0), steps - 1)
@@ -131,7 +131,7 @@ def rebuild(stack, number, kept, saved):
         flats = saved.get(at, at + 1)
         x = finish_all(stack, stack.layers[at], x, flats, None if at in kept else x)
         if at + 1 in keep:
-            kept[at + 1] = x
+            kept[at + 1] = saved.away([x])
     return x
 
 
@@ -235,43 +235,63 @@ def attend_backward(grad, q, k, v, o, lse, *rest):
 class Saved:
     """Each layer's tensors, or with `offload` their copies in pinned host memory.
 
-    Copies run on a stream of their own, beside the kernels; one layer is fetched ahead.
+    Copies run on a stream of their own, beside the kernels; one layer is fetched ahead. All device
+    memory is the kernels' stream's, which waits for a copy before it uses the memory again. So what
+    is on the device is the same few layers, however far ahead the CPU is.
     """
 
     def __init__(self, x, offload):
-        self.layers, self.coming = [], {}
+        self.layers, self.coming, self.leaving = [], {}, []
         self.stream = torch.cuda.Stream(x.device) if offload and x.is_cuda else None
+
+    def away(self, tensors):
+        """Copies of tensors, which nobody writes to any more, in host memory."""
+        if not self.stream:
+            return tensors
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            host = [torch.empty_like(t, device="cpu", pin_memory=True) for t in tensors]
+            for copy, tensor in zip(host, tensors, strict=True):
+                copy.copy_(tensor, non_blocking=True)
+        self.leaving.append((self.stream.record_event(), tensors))
+        if len(self.leaving) > 2:
+            torch.cuda.current_stream().wait_event(self.leaving.pop(0)[0])
+        return host
+
+    def back(self, host):
+        """The same on the device."""
+        return self.arrived(self.start(host)) if self.stream else host
+
+    def start(self, host):
+        """Begin to bring them back, and the event of it. What is on its way out is out first."""
+        for event, _ in self.leaving:
+            torch.cuda.current_stream().wait_event(event)
+        self.leaving.clear()
+        tensors = [torch.empty_like(t, device=self.stream.device) for t in host]
+        self.stream.wait_stream(torch.cuda.current_stream())  # which may still use that memory
+        with torch.cuda.stream(self.stream):
+            for tensor, copy in zip(tensors, host, strict=True):
+                tensor.copy_(copy, non_blocking=True)
+        return self.stream.record_event(), tensors
+
+    def arrived(self, coming):
+        torch.cuda.current_stream().wait_event(coming[0])
+        return coming[1]
 
     def put(self, tensors):
         """Keep the next layer's."""
-        if self.stream:
-            device = tensors
-            self.stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self.stream):
-                tensors = [torch.empty_like(t, device="cpu", pin_memory=True) for t in device]
-                for host, tensor in zip(tensors, device, strict=True):
-                    host.copy_(tensor, non_blocking=True)
-                    tensor.record_stream(self.stream)
-        self.layers.append(tensors)
-
-    def fetch(self, number):
-        if number not in self.coming:
-            with torch.cuda.stream(self.stream):
-                self.coming[number] = [
-                    host.to(self.stream.device, non_blocking=True) for host in self.layers[number]
-                ]
+        self.layers.append(self.away(tensors))
 
     def get(self, number, ahead):
         """A layer's; `ahead` is the one that will be asked for next."""
         if not self.stream:
             return self.layers[number]
-        self.fetch(number)
-        torch.cuda.current_stream().wait_stream(self.stream)
-        tensors = self.coming.pop(number)
-        for tensor in tensors:
-            tensor.record_stream(torch.cuda.current_stream())
+        coming = self.coming.pop(number, None) or self.start(self.layers[number])
+        tensors = self.arrived(coming)
+        for other in list(self.coming):  # not asked for after all
+            self.arrived(self.coming.pop(other))
         if ahead != number:
-            self.fetch(ahead)
+            self.coming[ahead] = self.start(self.layers[ahead])
         return tensors
 
     def pop(self, ahead):

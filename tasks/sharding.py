@@ -3,6 +3,8 @@
 Shapes as in utils.py: B batch, S sequence, H hidden, N query heads, K key/value heads, P ranks.
 """
 
+from functools import cache
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -47,14 +49,17 @@ def share_heads(num_heads, num_kv_heads, ranks, rank):
     raise AssertionError(rank)
 
 
+@cache  # each is a communicator, with memory of its own
 def subgroup(group, start, stop):
     """The process group of `group`'s ranks [start, stop), which each of these asks for at once.
 
     All ranks of `group` must ask for one, their own: where NCCL splits its communicator for it,
-    that is a collective of all.
+    that is a collective of all. It has `group`'s timeout, not the backend's own.
     """
     members = dist.get_process_group_ranks(group)[start:stop]
-    return dist.new_group(members, use_local_synchronization=True)
+    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+    timeout = group._get_backend(torch.device(device)).options._timeout
+    return dist.new_group(members, timeout=timeout, use_local_synchronization=True)
 
 
 def keep_shard(layer, dim, start, stop):

@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 from contextlib import suppress
+from glob import glob
 from importlib.metadata import version
 from pathlib import Path
 
@@ -19,11 +20,14 @@ from packaging.version import Version
 
 TESTED = {"transformers": ("4.48.3", "5.23.0"), "peft": ("0.14.0", "0.21.2")}  # from, to
 
+GPU_FILES = "/dev/nvidia[0-9]*", "/proc/driver/nvidia/gpus/*"
 START_S = 120  # by how many seconds ranks may differ in starting
 
 
 def fail(message, patient=True):
     """Print one `error:` line for the whole job and exit with code 2."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)  # Task 5's handler would sleep on
     if patient and env_rank():
         # torchrun ends the job when the first rank exits; if that were this one, rank 0's line
         # could get lost. Rank 0 sees the same error unless only this rank can see it.
@@ -98,35 +102,61 @@ def check_writable(path):
         fail(f"--json {path}: cannot be written there ({error.strerror}); name another file")
 
 
-def choose_device(wanted):
-    """This rank's device, and a notice if it is not what one would expect."""
+def unusable_gpu():
+    """What is to be said of a GPU that is here and that PyTorch cannot use; else None."""
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    if hidden or torch.cuda.is_available() or not any(glob(pattern) for pattern in GPU_FILES):
+        return None
+    return (f"a GPU is here, but PyTorch {torch.__version__} cannot use it (made for CUDA "
+            f"{torch.version.cuda}): it wants another driver, or another build")  # fmt: skip
+
+
+def choose_device(wanted, shared=False):
+    """This rank's device, and a notice if it is not what one would expect.
+
+    shared: several ranks may have one GPU.
+    """
     # Counted they are without a driver that works, too.
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if wanted == "cuda" and not gpus:
-        fail("--device cuda: PyTorch sees no GPU; use --device cpu")
-    if wanted == "cuda" and gpus < local:
-        fail(f"--device cuda: {local} ranks but {gpus} GPU(s) on this machine; use --device cpu")
-    if wanted == "cpu" or not gpus:
+        fail(f"--device cuda: {unusable_gpu() or 'PyTorch sees no GPU'}; use --device cpu")
+    if shared and (wanted == "cpu" or not gpus):
+        fail(f"--share-gpus: {unusable_gpu() or 'there is none to share'}")
+    if wanted == "cuda" and gpus < local and not shared:
+        fail(f"--device cuda: {local} ranks but {gpus} GPU(s) on this machine; use --device cpu, "
+             "or --share-gpus")  # fmt: skip
+    if wanted == "cpu":
         return torch.device("cpu"), None
-    if gpus < local:
+    if not gpus:
+        notice = unusable_gpu()
+        return torch.device("cpu"), notice and f"{notice}; running on CPU with gloo"
+    if gpus < local and not shared:
         notice = f"{local} ranks but {gpus} GPU(s) on this machine: running on CPU with gloo"
         return torch.device("cpu"), notice
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % gpus)
+    os.environ["NVIDIA_TF32_OVERRIDE"] = "0"  # else it would beat what is set below
     try:
         torch.cuda.set_device(device)
         # Autograd's thread has a context from the start: else cuBLAS warns there.
         torch.ones((), device=device, requires_grad=True).exp().backward()
     except RuntimeError as error:
         fail(f"{device}: {error}; use --device cpu", patient=False)
-    torch.set_float32_matmul_precision("highest")  # an environment may have allowed TF32
+    if hasattr(torch.backends.cuda.matmul, "fp32_precision"):  # an environment may allow TF32
+        torch.backends.cuda.matmul.fp32_precision = "ieee"
+    else:
+        torch.set_float32_matmul_precision("highest")  # deprecated where there is the other
     # cuDNN's attention may give NaN where a row is masked altogether (pytorch issue 196678).
     torch.backends.cuda.enable_cudnn_sdp(False)
     # PyTorch 2.7.0 may hang in NCCL's non-blocking mode (pytorch issue 153960). NVSwitch's sums may
     # differ from one call to the next: what is compared to the bit would not agree.
     os.environ.setdefault("TORCH_NCCL_USE_COMM_NONBLOCKING", "0")
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-    return device, None
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+        # What a timeout of the attempt before left in torchrun's store would end this one.
+        os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
+    notice = f"{local} ranks share {min(gpus, local)} GPU(s), and speak by gloo, through the host"
+    return device, notice if shared else None
 
 
 def agree(store, rank, world_size, args, device):
@@ -137,12 +167,15 @@ def agree(store, rank, world_size, args, device):
     """
     mine = {f"--{name.replace('_', '-')}": str(value) for name, value in vars(args).items()}
     mine |= {name: version(name) for name in ("torch", *TESTED)} | {"the device": device.type}
-    store.set(f"started/{rank}", json.dumps(mine))
-    everyone, patience = [], max(START_S, args.timeout)
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+    store.set(f"started/{rank}", json.dumps([mine, gpu]))
+    everyone, gpus, patience = [], {}, max(START_S, args.timeout)
     for other in range(world_size):
         try:
             store.wait([f"started/{other}"], datetime.timedelta(seconds=patience))
-            everyone.append(json.loads(store.get(f"started/{other}")))
+            theirs, gpu = json.loads(store.get(f"started/{other}"))
+            everyone.append(theirs)
+            gpus.setdefault(gpu, other)
         except dist.DistError:  # or rank 0, which may hold the store, has refused and gone
             end_sibling(other)
             fail(f"rank {other} did not start within {patience} s: it hangs, or needs a longer "
@@ -153,7 +186,10 @@ def agree(store, rank, world_size, args, device):
             if first != other:
                 fail(f"{name} is {first} on rank 0, but {other} on rank {rank}: start all ranks "
                      "with the same command and libraries")  # fmt: skip
-    return [
+    several = "different GPUs, whose bits may differ: " + ", ".join(
+        f"{gpu} from rank {first}" for gpu, first in gpus.items()
+    )
+    return [several] * (len(gpus) > 1) + [
         f"{name} {mine[name]}; tested with {oldest} to {newest}"
         for name, (oldest, newest) in TESTED.items()
         if not Version(oldest) <= Version(mine[name]) <= Version(newest)

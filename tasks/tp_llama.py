@@ -155,12 +155,10 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
     def forward(ctx, logits, targets, rows, group):
         first, end = rows
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        here = ((targets >= first) & (targets < end)).nonzero()[:, 0]
-        column = targets[here] - first
-        mine = wide.new_zeros(2, len(targets))
-        mine[0] = wide.logsumexp(-1)
-        mine[1, here] = wide[here, column]
-        everyone = all_gather(mine, group)  # (P, 2, T)
+        here = (targets >= first) & (targets < end)
+        column = (targets - first).clamp(0, end - first - 1)
+        target = wide.gather(1, column[:, None])[:, 0].masked_fill(~here, 0)
+        everyone = all_gather(torch.stack([wide.logsumexp(-1), target]), group)  # (P, 2, T)
         lse = everyone[:, 0].logsumexp(0)
         ctx.save_for_backward(logits, lse, here, column)
         return lse - everyone[:, 1].sum(0)
@@ -170,7 +168,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
     def backward(ctx, grad):
         logits, lse, here, column = ctx.saved_tensors
         dlogits = (logits - lse[:, None]).exp_()
-        dlogits[here, column] -= 1
+        dlogits[torch.arange(len(column), device=column.device), column] -= here.to(dlogits.dtype)
         return dlogits.mul_(grad[:, None]).to(logits.dtype), None, None, None
 
 

@@ -306,8 +306,9 @@ def finetune(run):
     digest = check_replicas(run, parameters, "after")
     if checked is not None:
         first = checked.new_tensor(losses[: len(checked)])
-        # The same steps once more. (On a GPU attention's kernels may round differently each time.)
-        bound = 0.0 if run.device.type == "cpu" else 2**-7 * first.abs().max().item()
+        # The same steps once more. (Else a GPU's attention may round differently each time.)
+        same_bits = run.device.type == "cpu" or args.deterministic
+        bound = 0.0 if same_bits else 2**-7 * first.abs().max().item()
         run.check("losses of the training, as checked", [(first, checked)], bound)
     run.say(f"loss {losses[0]:.4f} -> {losses[-1]:.4f} in {len(losses)} steps")
     if seconds:

@@ -322,15 +322,15 @@ def show_bytes(run, parallel, ids):
         hidden = parallel.model(*inputs).last_hidden_state
 
     layers = config.num_hidden_layers
-    sent = [bytes_sent(run, forward), bytes_sent(run, lambda: hidden.sum().backward())]
-    sent = [None if n is None else n / layers for n in sent]
+    both = [bytes_sent(run, forward), bytes_sent(run, lambda: hidden.sum().backward())]
+    sent = torch.tensor([counted / layers for counted, _ in both], dtype=torch.float64)
     expected = formula(config, S, B, run.world_size, run.dtype.itemsize)
-    said = " and ".join("?" if n is None else f"{n:,.0f}" for n in sent)
+    said = " and ".join(f"{n:,.0f}" for n in sent)
     run.say(
         f"bytes sent per rank and layer, forward and backward: {said}; formula {expected:,.0f} each"
-        " (on the loopback device, other programs' included)"
     )
-    run.results |= {"sent_bytes": sent, "formula_bytes": expected}
+    run.results |= {"sent_bytes": sent.tolist(), "formula_bytes": expected,
+                    "wire_bytes": [wire and wire / layers for _, wire in both]}  # fmt: skip
 
 
 def main():

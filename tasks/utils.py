@@ -36,7 +36,7 @@ from loading import (  # noqa: F401 - a task script imports utils alone
     is_hub_id,
     is_remote,
 )
-from measuring import bytes_sent, is_for_memory  # noqa: F401
+from measuring import is_for_memory
 from model_checks import (  # noqa: F401
     add_model_flags,
     check_continuation,
@@ -74,7 +74,8 @@ from starting import (
     join_store,
     read_environment,
 )
-from watching import Watch
+from traffic import bytes_sent  # noqa: F401
+from watching import SPARE_S, Watch
 
 # Huge pages for large CPU tensors: touching new memory is else slower than most of what is done
 # with it. Read once, when PyTorch allocates for the first time.
@@ -123,6 +124,10 @@ def make_parser(doc):
         default="auto",
         help="auto: CUDA (NCCL) if there is a GPU for each rank, else CPU (gloo); default auto",
     )
+    add("--share-gpus", action="store_true", help="more ranks than GPUs: several on each, by gloo, "
+        "for NCCL wants one for each rank; default no")  # fmt: skip
+    add("--deterministic", action="store_true", help="on a GPU, too, the same bits each time; "
+        "slower; default no")  # fmt: skip
     add("--seed", type=seed, default=1337, help="of random weights and inputs; default 1337")
     add("--json", metavar="FILE", type=Path, help="write checks and results there; default none")
     add("--timeout", type=positive, default=600, help="seconds after which a rank that waits for "
@@ -146,7 +151,11 @@ def start(args):
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends a rank that waits, too, and says nothing
     world_size = read_environment()
     check_writable(args.json)
-    device, notice = choose_device(args.device)
+    if args.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False
+    device, notice = choose_device(args.device, args.share_gpus)
     end_with_torchrun()
     if world_size == 1:
         store, rank = dist.HashStore(), 0
@@ -156,13 +165,14 @@ def start(args):
     notes = [notice, *agree(store, rank, world_size, args, device)]
     watch = Watch(store, rank, world_size, args.timeout)
     try:
+        by_nccl = device.type == "cuda" and not args.share_gpus
         dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
+            "nccl" if by_nccl else "gloo",
             store=store,
             rank=rank,
             world_size=world_size,
-            timeout=datetime.timedelta(seconds=args.timeout),
-            device_id=device if device.type == "cuda" else None,
+            timeout=datetime.timedelta(seconds=args.timeout + SPARE_S),
+            device_id=device if by_nccl else None,
         )
         run = Run(args, device, watch)
         for note in filter(None, notes):
@@ -177,12 +187,14 @@ def start(args):
         watch.stop()
     except UserError as error:
         fail(error)
-    except (RuntimeError, MemoryError) as error:  # of a collective, most likely
+    except Exception as error:
         watch.explain(error)
         if is_for_memory(error):
             fail(f"out of memory: {' '.join(str(error).split())[:200]}; take shorter or fewer "
                  "sequences, a smaller model, or more ranks")  # fmt: skip
-        raise
+        sys.stdout.flush()
+        sys.excepthook(type(error), error, error.__traceback__)
+        os._exit(1)  # at once: NCCL's end would wait for the other ranks
     run.print_in_order(f"Tests passed (rank={rank})")
     dist.destroy_process_group()
     sys.stdout.flush()
@@ -298,7 +310,7 @@ class Run(Comparison):
     def exit(self, code):
         """End the job without `Tests passed`; all ranks come here together."""
         self.write_json()
-        dist.barrier()
+        self.watch.stop()
         os._exit(code)
 
     def write_json(self):

@@ -1,15 +1,19 @@
 """Noticing who is missing. A rank that hangs closes no connection, nor does a machine that is lost.
 
-What torchrun sees is a process of its own machine that ends. Left are two cases, which would else
-take the collectives' whole timeout, or not end, or end without a name:
+What torchrun sees is a process of its own machine that ends; and on a GPU the others may wait for
+that one, in C, where no signal's handler of Python's runs. Two threads on each rank see the rest:
 
-* A rank does not come to a collective (it sleeps, is stopped, or computes): those that waited
-  --timeout seconds say so in the ranks' store, and who did not say so is late.
+* torchrun, or a rank of this machine, is gone: this one ends, too.
+* A rank does not come to a collective (it sleeps, is stopped, or computes). Each process group
+  counts the collectives that a rank has begun. A rank whose counts stand still puts them into the
+  ranks' store; after --timeout seconds, who has begun one more than another waits for that one,
+  and names it. (The backend's own timeout, which names nobody, is later.)
 * A machine is cut off: between several nodes, one rank of each tells the others every second that
   it is alive. Silence for NODE_TIMEOUT seconds (the environment's; default 15) ends the job.
 """
 
 import datetime
+import json
 import os
 import re
 import signal
@@ -25,13 +29,9 @@ import torch.distributed as dist
 from starting import end_sibling
 
 STOPPED = []  # when this process was asked to stop
+SPARE_S = 30  # by which the backend's timeout is later than --timeout
 
-# What gloo, NCCL and the ranks' store say of a rank that does not come in time, or has ended.
-LATE = (
-    r"Timed out waiting \d+ms for (send|recv) operation|Application timeout caused pair closure"
-    r"|timed out connecting|Read timeout|collective operation timeout|wait timeout after \d+"
-    r"|[Ss]ocket.* timed out after|Socket Timeout"
-)
+# What gloo, NCCL and the ranks' store say of a rank that has ended.
 ENDED = (
     r"[Cc]onnection (closed|reset) by (remote )?peer|[Bb]roken pipe|Socket closed"
     r"|remote process exited"
@@ -44,11 +44,8 @@ def catch_signals():
     (Within a second it is the same time: Slurm signals torchrun and its ranks, and torchrun too.)
     """
 
-    torchrun = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
-
     def handler(number, frame):
-        killed = torchrun not in (None, os.getppid())  # nobody is left to end a step that is long
-        if killed or (STOPPED and time.monotonic() - STOPPED[0] > 1):
+        if STOPPED and time.monotonic() - STOPPED[0] > 1:
             os._exit(128 + number)
         STOPPED.append(time.monotonic())
 
@@ -64,48 +61,83 @@ class Watch:
         self.store, self.rank, self.world_size = store, rank, world_size
         self.timeout_s, self.over = timeout_s, threading.Event()
         self.node, nodes = (os.environ.get(n, "0") for n in ("GROUP_RANK", "GROUP_WORLD_SIZE"))
-        store.set(f"process/{rank}", f"{self.node} {os.getpid()}")
-        if int(nodes) > 1 and os.environ.get("LOCAL_RANK") == "0":
-            self.silence_s = float(os.environ.get("NODE_TIMEOUT", "15"))
-            self.contact = time.monotonic()
-            for loop in (self.tell, self.listen):
-                threading.Thread(target=loop, args=(int(nodes),), daemon=True).start()
+        self.nodes = int(nodes) if os.environ.get("LOCAL_RANK") == "0" else 1  # one rank of each
+        self.silence_s = float(os.environ.get("NODE_TIMEOUT", "15"))
+        self.torchrun = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+        self.processes = {}  # {rank: (its node, its process)}
+        self.counts, self.moved = {}, time.monotonic()  # since then the counts stand still
+        self.contact = time.monotonic()  # when the store last answered
+        if world_size > 1:
+            for loop in (self.look, self.tell):
+                threading.Thread(target=loop, daemon=True).start()
 
-    # ------------------------------------------------ several nodes
+    def look(self):
+        """Asks nobody, so that it never waits; until all is over."""
+        gone = 0
+        while not self.over.wait(1):
+            now, counts = time.monotonic(), collectives_begun()
+            if counts != self.counts:
+                self.counts, self.moved = counts, now
+            if self.torchrun:
+                here = [process for node, process in self.processes.values() if node == self.node]
+                # For a moment at the end, when all go, one may be first.
+                gone = 0 if all(map(psutil.pid_exists, here)) else gone + 1
+                if gone > 1 or os.getppid() != self.torchrun:
+                    os._exit(1)  # who is gone has said why, or torchrun says it
+            silent_s = now - self.contact
+            if self.nodes > 1 and silent_s > self.silence_s + 2:
+                self.lost(f"the node of rank 0 ({os.environ['MASTER_ADDR']})", cut_off=True)
+            # Where rank 0 holds the store and is stopped, questions are not answered.
+            late_s = self.timeout_s + 0.5 * min(self.rank, 10)  # one line, of one rank
+            if now - self.moved > late_s and silent_s > 5:
+                if self.rank:
+                    end_sibling(0)  # torchrun would wait half a minute for one that is stopped
+                end(f"rank 0 does not come, and its store at {os.environ['MASTER_ADDR']} does not "
+                    "answer")  # fmt: skip
 
-    def tell(self, nodes):
-        """Say that this node is alive, and hear when others last were, until all is over."""
+    def tell(self):
+        """Tell the store of this rank, and hear of the others, until all is over."""
         # A connection of its own: another's may be waiting in the middle of a question.
         place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         patience = datetime.timedelta(seconds=self.silence_s)
-        heard = {}
-        with suppress(dist.DistError):  # if the store is gone: `listen` notices
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        told, heard, suspects = None, {}, None
+        with suppress(dist.DistError):  # if the store is gone: `look` notices
             store = dist.TCPStore(*place, is_master=False, timeout=patience)
+            store = dist.PrefixStore(f"watch/{attempt}", store)
+            store.set(f"process/{self.rank}", f"{self.node} {os.getpid()}")
+            processes = {}
+            for rank in range(self.world_size):
+                store.wait([f"process/{rank}"], datetime.timedelta(seconds=self.timeout_s))
+                node, process = store.get(f"process/{rank}").decode().split()
+                processes[rank] = node, int(process)
+            self.processes = processes
             while not self.over.wait(1):
-                store.add(f"alive/{attempt}/{self.node}", 1)
-                for node in range(nodes):
-                    count, now = store.add(f"alive/{attempt}/{node}", 0), time.monotonic()
+                for node in range(self.nodes) if self.nodes > 1 else ():
+                    own = str(node) == self.node
+                    count, now = store.add(f"alive/{node}", int(own)), time.monotonic()
                     before, since = heard.setdefault(node, (count, now))
                     heard[node] = (count, now if count > before else since)
                     if now - heard[node][1] > self.silence_s:
                         self.lost(f"node {node}")
+                still_s = time.monotonic() - self.moved
+                if still_s > 1 and told != self.counts:  # else it is at work: no byte is sent
+                    told = self.counts
+                    store.set(f"begun/{self.rank}", json.dumps(told))
+                if still_s > self.timeout_s:
+                    before, suspects = suspects, self.late(store)
+                    if suspects == before:  # seen twice: it has not come in this very second
+                        self.name(*suspects)
                 self.contact = time.monotonic()
 
-    def listen(self, nodes):
-        """Notice when `tell` no longer gets an answer: it may hang, or have failed."""
-        while not self.over.wait(1):
-            if time.monotonic() - self.contact > self.silence_s + 2:
-                self.lost(f"the node of rank 0 ({os.environ['MASTER_ADDR']})", cut_off=True)
+    # ------------------------------------------------ several nodes
 
     def lost(self, what, cut_off=False):
         """End this node's part of the job. torchrun would wait for its store, too, if cut off."""
         if not self.over.is_set():
-            others = []
-            if cut_off and "TORCHELASTIC_RUN_ID" in os.environ:
-                with suppress(psutil.Error):
-                    agent = psutil.Process(os.getppid())
-                    others = [*(rank.pid for rank in agent.children()), agent.pid]
+            others = [process for node, process in self.processes.values() if node == self.node]
+            if cut_off and self.torchrun:
+                others.append(self.torchrun)
             end(f"no sign of life from {what} for {self.silence_s:g} s: it, or the network between,"
                 f" is gone; this is node {self.node}, which stops", others)  # fmt: skip
 
@@ -123,82 +155,98 @@ class Watch:
 
     # ------------------------------------------------ a rank that does not come
 
+    def late(self, store):
+        """(ranks that others wait for, those who wait), by what all have told."""
+        begun = {}
+        for rank in range(self.world_size):
+            key = f"begun/{rank}"
+            begun[rank] = json.loads(store.get(key)) if store.check([key]) else {}
+
+        def waits(rank):
+            return any(
+                begun[other].get(group, (0,))[0] < count
+                for group, (count, members) in begun[rank].items()
+                for other in members
+            )
+
+        waiting = [rank for rank in begun if waits(rank)]
+        return [rank for rank in begun if rank not in waiting], waiting
+
+    def name(self, late, waiting):
+        """End the job, for these are late."""
+        if not late or self.rank not in waiting:
+            return  # all wait, each for something else: a bug, with its traceback later
+        if self.rank != waiting[0]:
+            time.sleep(10)  # torchrun ends this one meanwhile
+        frame = sys._current_frames()[threading.main_thread().ident]
+        others = [self.processes[rank] for rank in late if rank in self.processes]
+        end(f"rank {', '.join(map(str, late))} did not come, in {self.timeout_s:g} s, to what rank "
+            f"{', '.join(map(str, waiting))} waited for at {place(traceback.extract_stack(frame))}:"
+            " it hangs, or needs a longer --timeout",
+            [process for node, process in others if node == self.node])  # fmt: skip
+
     def explain(self, error):
-        """Where a collective failed because a rank is late or gone, say who; else return.
+        """Where a collective failed because another rank is gone, say who; else return.
 
         The error itself is said first, in a line: what is made of it might be wrong.
         """
-        kind = missing_rank(error)
-        if self.world_size == 1 or not kind:
+        if self.world_size == 1 or not speaks_of_an_end(error):
             return
-        late = kind == "late"
         said = f"{type(error).__name__}: {' '.join(str(error).split())}"
         print(f"rank {self.rank}: {said:.500}", file=sys.stderr, flush=True)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_DFL)
-        everyone = range(self.world_size)
-        # Where rank 0 holds the store and is stopped or gone, questions are not answered.
-        lost = f"rank 0 does not come, and its store at {os.environ['MASTER_ADDR']} does not answer"
-
-        def without_store():
-            with suppress(psutil.Error):
-                if self.rank:
-                    end_sibling(0)  # torchrun would wait half a minute for one that is stopped
-            end(lost)
-
-        pause = 2 if late else 3
-        patience = pause + 5 + 0.5 * min(self.rank, 10)  # one line, of one
-        timer = threading.Timer(patience, without_store)
-        timer.daemon = True
-        timer.start()
-        try:
+        with suppress(dist.DistError):  # or the store went with rank 0
             self.store.set(f"waited/{self.rank}", "")
             # The others give up now, too; or one has ended and said why, and torchrun, which sees
             # it, ends this one meanwhile.
-            time.sleep(pause)
-            waited = [rank for rank in everyone if self.store.check([f"waited/{rank}"])]
-            missing = [rank for rank in everyone if rank not in waited]
+            time.sleep(3)
             if STOPPED:  # all were asked to, and the missing did so at once
                 os._exit(130)
-            timer.cancel()
+            everyone = range(self.world_size)
+            waited = [rank for rank in everyone if self.store.check([f"waited/{rank}"])]
+            missing = [rank for rank in everyone if rank not in waited]
             if not missing:
-                return  # all wait, each for something else: a bug, with its traceback
+                return  # a bug, with its traceback
             if self.rank != waited[0]:
                 time.sleep(10)
-            for rank in missing:  # torchrun would wait half a minute for one that is stopped
-                node, process = self.store.get(f"process/{rank}").decode().split()
-                if node == self.node:
-                    kill(int(process))
-        except dist.DistError:
-            time.sleep(3)
-            without_store()
-        folder = os.path.dirname(os.path.abspath(sys.argv[0]))
-        frames = [f for f in traceback.extract_tb(error.__traceback__) if folder in f.filename]
-        place = [f"{os.path.basename(f.filename)}:{f.lineno} ({f.name})" for f in frames[:2]]
-        what = f"did not come, in {self.timeout_s:g} s," if late else "ended, and did not come"
-        end(f"rank {', '.join(map(str, missing))} {what} to what rank "
-            f"{', '.join(map(str, waited))} waited for at {' > '.join(place)}"
-            + (": it hangs, or needs a longer --timeout" if late else ""))  # fmt: skip
+            end(f"rank {', '.join(map(str, missing))} ended, and did not come to what rank "
+                f"{', '.join(map(str, waited))} waited for at "
+                f"{place(traceback.extract_tb(error.__traceback__))}")  # fmt: skip
+        time.sleep(3 + 0.5 * min(self.rank, 10))
+        end("rank 0 ended, and the ranks' store with it")
 
 
-def missing_rank(error):
-    """Whether an exception says of another rank that it is "late" or has "ended", else None.
+def collectives_begun():
+    """{process group: (collectives that this rank has begun, the group's ranks)}."""
+    if not dist.is_initialized():
+        return {}
+    counts = {}
+    for group in list(dist.distributed_c10d._world.pg_map):
+        with suppress(RuntimeError):  # it is being made
+            count = group._get_sequence_number_for_group()
+            counts[group.group_name] = [count, dist.get_process_group_ranks(group)]
+    return counts
 
-    Only in gloo's own words, NCCL's, or the store's: other errors speak of peers and timeouts, too
-    (CUDA's "peer access is not supported", "the launch timed out").
+
+def speaks_of_an_end(error):
+    """Whether an exception says that another rank has ended.
+
+    Only in gloo's own words, NCCL's, or the store's: other errors speak of peers, too (CUDA's "peer
+    access is not supported").
     """
-    said = str(error)
-    gloos = "/gloo/transport/" in said or said.startswith("Application timeout caused pair closure")
-    if gloos or isinstance(error, dist.DistError):  # NCCL's and the store's have types
-        for kind, words in ("late", LATE), ("ended", ENDED):
-            if re.search(words, said):
-                return kind
-    return None
+    # NCCL's and the store's have types.
+    known = "/gloo/transport/" in str(error) or isinstance(error, dist.DistError)
+    return bool(known and re.search(ENDED, str(error)))
 
 
-def kill(process):
-    with suppress(ProcessLookupError):
-        os.kill(process, signal.SIGKILL)
+def place(frames):
+    """The innermost line of the script in a stack, and of what it builds on, in words."""
+    script = os.path.abspath(sys.argv[0])
+    frames = [frame for frame in frames if os.path.dirname(script) in frame.filename]
+    shown = [frame for frame in frames if frame.filename == script][-1:] + frames[-1:]
+    words = [f"{os.path.basename(f.filename)}:{f.lineno} ({f.name})" for f in shown]
+    return " > ".join(dict.fromkeys(words))
 
 
 def end(message, others=()):
@@ -207,5 +255,6 @@ def end(message, others=()):
     print(f"error: {message}", file=sys.stderr, flush=True)
     for process in others:
         if process != os.getpid():
-            kill(process)
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
     os._exit(1)

@@ -196,7 +196,6 @@ SUMS = """
 import sys
 sys.path.insert(0, {tasks!r})
 import torch, torch.distributed as dist
-from measuring import bytes_sent
 from sharding import all_reduce, all_reduce_
 
 if __name__ == "__main__":

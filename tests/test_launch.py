@@ -51,10 +51,14 @@ def test_dry_run(name):
     [("", 2), ("3", 1), ("0,2,5", 3), ("-1", 2), ("NoDevFiles", 2), ("1,-1,2", 1)],
 )
 def test_ranks_by_visible_gpus(visible, ranks):
-    """Not by those of the machine, of which some are another's."""
-    words = ["bash", LAUNCH / "single_node.sh", "--dry-run", "tasks/tp_llama.py"]
+    """Not by those of the machine, of which some are another's; and on these, not on the CPU."""
+    words = ["bash", LAUNCH / "single_node.sh", "--dry-run", "tasks/tp_llama.py", "--seed", "1"]
     result = launch.run(words, env=FAST | {"NPROC": "", "CUDA_VISIBLE_DEVICES": visible})
     assert f"--nproc_per_node {ranks} " in result.out, result.tail()
+    on_gpus = visible[:1].isdigit()
+    assert ("tp_llama.py --device cuda --seed 1" in result.out) == on_gpus, result.tail()
+    result = launch.run(words, env=FAST | {"NPROC": "2", "CUDA_VISIBLE_DEVICES": visible})
+    assert "tp_llama.py --seed 1" in result.out, result.tail()
 
 
 @pytest.mark.parametrize("name", ["single_node.sh", "multi_node.sh", "slurm.sbatch"])
@@ -166,11 +170,12 @@ def test_two_machines(script, nproc, two_nodes, tmp_path):
     assert all("Tests passed" in text for text in said)
 
 
-def test_cable_cut(two_nodes, tmp_path):
+@pytest.mark.parametrize("nproc", [pytest.param(1, marks=pytest.mark.stress), 2])
+def test_cable_cut(nproc, two_nodes, tmp_path):
     """A machine that is cut off mid-run: both ends say so in a line, and stop within 30 s."""
     nodes, head, cut = two_nodes
     job = uuid.uuid4().hex
-    jobs = on_nodes(nodes, head, job, tmp_path, [*TRAIN, "--steps", "1000000"])
+    jobs = on_nodes(nodes, head, job, tmp_path, [*TRAIN, "--steps", "1000000"], nproc)
     wait_for(r"^i=3\t", jobs[0][1])
     cut()
     assert not launch.survivors(job, 30), "still there after 30 s"

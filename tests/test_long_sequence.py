@@ -3,6 +3,7 @@
 That they change no gradient is checked by the script itself, here on 1 to 4 ranks.
 """
 
+import contextlib
 import copy
 import json
 from functools import partial
@@ -123,6 +124,54 @@ def test_few_layers_are_built_twice(alone, monkeypatch):
         del model.model.layers[layers:]
         run_step(model, Techniques(), alone)
         assert layers <= len(calls) <= layers + most, (layers, len(calls))
+
+
+class NoStream:
+    """In the place of a CUDA stream, which the CPU has not: it counts what is on the way."""
+
+    device = "cpu"
+
+    def __init__(self):
+        self.events = []
+
+    def record_event(self):
+        self.events.append("open")
+        return len(self.events) - 1
+
+    def wait_event(self, event):
+        self.events[event] = "waited for"
+
+    def wait_stream(self, other):
+        pass
+
+
+def test_offload_keeps_little_on_the_device(alone, monkeypatch):
+    """Outputs and hidden states are away, but for the last two on their way and one ahead."""
+    model, techniques = small_llama(), Techniques(tile_tokens=7)
+    loss, grad = run_step(model, techniques, alone)
+    stream, away, most = NoStream(), [], []
+    to_host, empty_like = saved_outputs.Saved.away, torch.empty_like
+
+    def pinned(tensor, pin_memory=False, **kwargs):
+        host = empty_like(tensor, **kwargs)
+        away.extend([id(host)] * pin_memory)
+        return host
+
+    def counted(saved, tensors):
+        saved.stream = stream
+        host = to_host(saved, tensors)
+        assert all(id(tensor) in away for tensor in host)
+        most.append(len(saved.leaving) + len(saved.coming))
+        assert stream.events.count("open") <= len(saved.leaving) + len(saved.coming)
+        return host
+
+    monkeypatch.setattr(saved_outputs.Saved, "away", counted)
+    monkeypatch.setattr(torch, "empty_like", pinned)
+    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    again, same = run_step(model, techniques, alone)
+    assert torch.equal(loss, again) and torch.equal(grad, same)
+    assert len(most) > 5 and max(most) <= 3
 
 
 def test_heads_in_a_round(odd_llama):

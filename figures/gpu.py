@@ -1,0 +1,268 @@
+"""Everything that one GPU can show, in steps of at most eight minutes: `make gpu`.
+
+    python figures/gpu.py                    # all steps, in order; what is there is not run again
+    python figures/gpu.py --step 3           # one of them
+    python figures/gpu.py --device cpu       # a rehearsal of all: small sizes
+
+Each part of a step writes a JSON file into --out, and goes on where an earlier call stopped. A step
+whose time is up says what is left of it: call it again. `gpu.md` there is a table of what was seen.
+"""
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+sys.path.insert(0, str(ROOT / "tasks"))
+
+import torch  # noqa: E402
+
+from loading import Source  # noqa: E402
+from records import here_and_now  # noqa: E402
+
+LIMIT_S = 480
+SCRIPTS = ["tp_mlp", "tp_attention", "tp_llama", "dtensor_llama", "kv_cache", "ulysses_forward",
+           "ulysses_finetune"]  # fmt: skip
+DTYPES = "float32", "bfloat16", "float64"
+# Without timed repetitions, which are for several ranks.
+QUICK = {name: ["--repeats", 0] for name in
+         ("tp_llama", "dtensor_llama", "kv_cache", "ulysses_forward")}  # fmt: skip
+# Dense bfloat16 TFLOP/s that the makers' data sheets give.
+PEAKS = {"H100 PCIe": 756, "H100": 989, "H200": 989, "A100": 312, "L40S": 362, "L4": 121,
+         "T4": None}  # fmt: skip
+
+
+@dataclass
+class Part:
+    """One command. name: of its files. words: what Python runs; `--json FILE` is added."""
+
+    step: int
+    name: str
+    words: list
+    ranks: int = 0  # of torchrun; 0: without
+    json_flag: str = "--json"
+
+
+STEPS = {
+    # step: (what it shows, about how many minutes on a GPU)
+    1: ("tests that want a GPU: NCCL", 8),
+    2: ("tests that want a GPU: kernels, and ranks that share it", 8),
+    3: ("every task on one rank, in three dtypes", 7),
+    4: ("every task on 2 and 4 ranks that share the GPU", 6),
+    5: ("SmolLM2, every task, in float32 and bfloat16", 7),
+    6: ("Llama-3.2-1B's shapes, bfloat16: time of a step", 3),
+    7: ("the longest sequence in 1 GiB beyond the model, ours", 8),
+    8: ("the same, of Hugging Face + PEFT and of checkpoints", 8),
+    9: ("one step of 262,144 tokens, with and without --offload", 5),
+    10: ("one step of 524,288 tokens", 8),
+    11: ("one step of 1,048,576 tokens, as far as it comes", 8),
+}
+
+
+def parts(device):
+    """All of it."""
+    on_gpu = device == "cuda"
+    small, place = ["--model", "random/small"], ["--device", device]
+    large = ["--model", "random/llama-3.2-1b", "--dtype", "bfloat16"] if on_gpu else small
+    shared = ["--share-gpus"] if on_gpu else []
+    test = ["-m", "pytest", "-q", "-rs", "tests/test_tasks.py", "tests/test_long_sequence.py", "-k"]
+    yield Part(1, "tests_nccl", [*test, "nccl"], json_flag="--junitxml")
+    yield Part(2, "tests_gpu", [*test, "gpu"], json_flag="--junitxml")
+    for script in SCRIPTS:
+        words = [f"tasks/{script}.py", *QUICK.get(script, []), *place]
+        for dtype in DTYPES:
+            yield Part(3, f"{script}_{dtype}", [*words, "--dtype", dtype], 1)
+        for ranks in (2, 4):
+            yield Part(4, f"{script}_{ranks}_ranks", [*words, *shared], ranks)
+        for dtype in DTYPES[:2]:
+            more = ["--model", "smollm2" if on_gpu else "tiny", "--dtype", dtype] + [
+                "--new-tokens",
+                2,
+            ] * (script in QUICK)
+            yield Part(5, f"smollm2_{script}_{dtype}", [*words, *more], 1)
+    lengths = (2048, 8192) if on_gpu else (512,)
+    words = ["figures/tp_speed.py", *large, "--ranks", 1, "--techniques", "hand-made"]
+    words += ["--seq-lens", *lengths, *(["--num-layers", 16] if on_gpu else ["--repeats", 1])]
+    yield Part(6, "step_time", words, json_flag="--output")
+    budget = 1024 if on_gpu else 32
+    for step, contenders in ((7, ["ours", *["ours, offload"] * on_gpu]),
+                             (8, ["selective checkpoint", "with checkpointing",
+                                  "Hugging Face + PEFT"])):  # fmt: skip
+        for name in contenders:
+            words = ["figures/longest.py", *large, *place, "--ranks", 1, "--budgets", budget]
+            slug = re.sub(r"\W+", "_", name).lower()
+            yield Part(step, f"longest_{slug}", [*words, "--only", name], json_flag="--output")
+    for step, positions in (9, 2**18), (10, 2**19), (11, 2**20):
+        positions = positions if on_gpu else positions // 256
+        for offload in ([], ["--offload"]) if step == 9 else (["--offload"],):
+            words = ["figures/one_step.py", *large, *place, "--positions", positions, *offload]
+            yield Part(step, f"step_{positions}{'_offload' * len(offload)}", words)
+
+
+# ---------------------------------------------------------------- running
+
+
+def file_of(part, out):
+    return out / f"{part.name}.{'xml' if part.json_flag == '--junitxml' else 'json'}"
+
+
+def run(part, out, seconds):
+    """Run a part for at most so many seconds: what is to be said of it."""
+    path, log = file_of(part, out), out / f"{part.name}.log"
+    began = path.with_name(f"began_{path.name}")  # what is not whole has another name
+    words = [sys.executable]
+    if part.ranks:
+        words += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", part.ranks]
+    words = [*words, *part.words, part.json_flag, began]
+    begin = time.monotonic()
+    with log.open("w") as said:
+        job = subprocess.Popen(list(map(str, words)), cwd=ROOT, stdout=said, stderr=said)
+        try:
+            code = job.wait(seconds)
+        except subprocess.TimeoutExpired:
+            job.terminate()
+            try:
+                job.wait(30)
+            except subprocess.TimeoutExpired:
+                job.kill()
+                job.wait()
+            return "its time is up"
+    if code or not began.exists():
+        return f"FAILED, see {log}"
+    began.replace(path)
+    return f"{time.monotonic() - begin:.0f} s"
+
+
+def drive(step, out, device):
+    """Run what is missing of a step, or of all; the names of what failed."""
+    failed = []
+    for number in STEPS if step is None else [step]:
+        of_step, begin = [part for part in parts(device) if part.step == number], time.monotonic()
+        left = [part for part in of_step if not file_of(part, out).exists()]
+        print(
+            f"step {number}: {STEPS[number][0]}: {len(left)} of {len(of_step)} to run", flush=True
+        )
+        while left:
+            seconds = LIMIT_S - (time.monotonic() - begin)
+            if seconds < 10:
+                again = f"make gpu STEP={number}"
+                print(f"    time is up; {again} goes on: {', '.join(p.name for p in left)}")
+                break
+            part = left.pop(0)
+            said = run(part, out, seconds)
+            failed += [part.name] * said.startswith("FAILED")
+            print(f"    {part.name}: {said}", flush=True)
+        (out / "gpu.md").write_text("\n".join(table(record(out, device))) + "\n")
+    return failed
+
+
+# ---------------------------------------------------------------- what was seen
+
+
+def record(out, device):
+    """gpu.json: of every part that was run, in a few words, what its file says."""
+    seen = {}
+    for part in parts(device):
+        if file_of(part, out).exists():
+            seen.setdefault(str(part.step), {})[part.name] = summary(file_of(part, out))
+    data = here_and_now(device, 1) | {"device": device, "torch": torch.__version__, "seen": seen}
+    (out / "gpu.json").write_text(json.dumps(data, indent=1) + "\n")
+    return data
+
+
+def table(data):
+    """The lines of gpu.md, and of the README, from `record`'s; None: nothing was run."""
+    lines = ["| step | `make gpu` shows | seen |", "|---|---|---|"]
+    for number, (what, _) in STEPS.items():
+        seen = (data or {"seen": {}})["seen"].get(str(number), {})
+        words = "; ".join(f"{name}: {said}" for name, said in seen.items()) or "not run"
+        lines.append(f"| {number} | {what} | {words} |")
+    if data:
+        on = data["machine"]["gpus"] or [data["machine"]["cpu"]]
+        lines += ["", f"({data['date']}, {on[0]}, PyTorch {data['torch']})"]
+    return lines
+
+
+def summary(path):
+    """A file's content in a few words."""
+    text = path.read_text()
+    if path.suffix == ".xml":
+        counts = {name: int(re.search(f'{name}="(\\d+)"', text)[1])
+                  for name in ("tests", "failures", "errors", "skipped")}  # fmt: skip
+        return ", ".join(f"{count} {name}" for name, count in counts.items())
+    data = json.loads(text)
+    if "checks" in data:
+        last = max((c for c in data["checks"] if c["tolerance"]), key=lambda c: c["share"])
+        return (f"{len(data['checks'])} checks passed on {data['world_size']} rank(s), "
+                f"{data['device']} ({data['backend']}); nearest {last['share']:.0%}")  # fmt: skip
+    if "positions" in data:
+        return summary_of_step(data)
+    if "prompt_tokens" in data:
+        return "; ".join(map(summary_of_speed, data["runs"], [data] * len(data["runs"])))
+    return "; ".join(f"{run['found']:,} positions in {run['budget_mib']} MiB"
+                     for run in data["runs"])  # fmt: skip
+
+
+def summary_of_step(data):
+    forward = data["done_s"]["run_attention"]
+    came = f"{len(forward)} of {data['layers']} layers forward in {forward[-1]:.0f} s"
+    if data["step_s"] is None:
+        return came
+    rate = sum(data["attention_flop"].values()) / data["step_s"] / 1e12
+    more = ", extrapolated" if data["extrapolated"] else ""
+    return (f"{data['step_s']:.0f} s{more}, attention alone {rate:.0f} TFLOP/s of that; "
+            f"peak {data['peak_bytes'][0] / 2**30:.1f} GiB")  # fmt: skip
+
+
+def summary_of_speed(run, data):
+    """Tokens a second, and executed TFLOP/s: 2 a weight and token forward, 4 backward.
+
+    Of attention half of the pairs (causal), two products forward and five backward; the embedding
+    is a lookup.
+    """
+    source = Source(data["model"], data["num_layers"][0])
+    c, T = source.config, run["seq_len"]
+    weights = sum(torch.Size(shape).numel() for name, shape in source.shapes.items()
+                  if "embed_tokens" not in name)  # fmt: skip
+    weights += c.tie_word_embeddings * c.vocab_size * c.hidden_size
+    pairs = c.num_hidden_layers * T**2 * c.num_attention_heads * c.head_dim
+    laps = run["results"]["parallel"]
+    seconds = sorted(a + b for a, b in zip(laps["forward"], laps["backward"], strict=True))
+    median = seconds[len(seconds) // 2]
+    rate = (6 * weights * T + 7 * pairs) / median / 1e12
+    gpus = data["machine"]["gpus"]
+    peak = next((peak for name, peak in PEAKS.items() if gpus and name in gpus[0]), None)
+    share = f", {rate / peak:.0%} of {peak}" if peak else ""
+    return f"{T} tokens: {median:.3f} s, {T / median:,.0f} tokens/s, {rate:.1f} TFLOP/s{share}"
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    flag = parser.add_argument
+    flag("--step", type=int, choices=STEPS, help="default all, in order")
+    flag("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: a rehearsal; default cuda")
+    flag("--out", type=Path, default=HERE / "gpu", help="folder; default %(default)s")
+    args = parser.parse_args()
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("PyTorch sees no GPU; --device cpu rehearses it")
+    args.out = args.out.resolve()
+    args.out.mkdir(parents=True, exist_ok=True)
+    for number, (what, minutes) in STEPS.items():
+        if args.step in (None, number):
+            print(f"step {number:2}: {what} (about {minutes} min on a GPU)", flush=True)
+    failed = drive(args.step, args.out, args.device)
+    print(f"wrote {args.out / 'gpu.md'}")
+    if failed:
+        sys.exit(f"error: failed: {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    main()

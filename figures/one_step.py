@@ -1,0 +1,141 @@
+"""One training step of a very long sequence, on one rank, layer by layer.
+
+    python figures/one_step.py --device cuda --model random/llama-3.2-1b --dtype bfloat16 \\
+        --positions 262144 --offload --json step.json
+
+Prompt tuning as Task 5 does it. The record is written anew as each layer ends, so that a step that
+is stopped, by --limit or otherwise, says how far it came. What is missing is extrapolated then,
+from the layers that ran: marked as such, and only once a layer has run in both directions.
+"""
+
+import json
+import statistics
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import torch
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent / "tasks"))
+
+import saved_outputs  # noqa: E402
+from finetuning import default_tile_mib, load  # noqa: E402
+from long_sequence import Techniques  # noqa: E402
+from measuring import peak_memory_of_process  # noqa: E402
+from records import here_and_now  # noqa: E402
+from training_checks import base_of, expect_step  # noqa: E402
+from ulysses_finetune import forward_backward  # noqa: E402
+from ulysses_forward import sequence_parallelize  # noqa: E402
+from utils import make_parser, positive, start  # noqa: E402
+
+
+class OverTime(Exception):
+    """The step has taken --limit seconds."""
+
+
+class Clock:
+    """Seconds since the step began at which each layer was through, forward and backward."""
+
+    def __init__(self, run, write):
+        self.run, self.write, self.begin = run, write, time.perf_counter()
+        self.done = {"run_attention": [], "layer_backward": []}
+
+    def timed(self, function, *args):
+        """In the place of a function of saved_outputs.py that works on one layer."""
+        result = function(*args)
+        self.run.synchronize()
+        at = time.perf_counter() - self.begin
+        self.done[function.__name__].append(at)
+        self.run.say(f"{function.__name__} {len(self.done[function.__name__])}: {at:.1f} s")
+        self.write()
+        if at > self.run.args.limit:
+            raise OverTime
+        return result
+
+
+def whole_step(done, layers):
+    """(seconds of the step, whether extrapolated) from the layers done; None before there is any.
+
+    From the middle layers of each direction; before the backward began nothing is known of it.
+    """
+    forward, backward = done["run_attention"], done["layer_backward"]
+    if len(backward) == layers:
+        return backward[-1], False
+    if not backward:
+        return None
+    laps = [b - a for a, b in zip([forward[-1], *backward], backward, strict=False)]
+    return backward[-1] + (layers - len(backward)) * statistics.median(laps), True
+
+
+def flops(config, positions):
+    """What attention alone computes in a step: {direction: FLOP}; half of the scores, causally.
+
+    Forward two products for each pair of a query and a key, backward five (FlashAttention-2, arXiv
+    2307.08691, section 3.1).
+    """
+    width = config.num_attention_heads * config.head_dim
+    product = config.num_hidden_layers * positions**2 * width  # 2 FLOP, half of the pairs
+    return {"forward": 2 * product, "backward": 5 * product}
+
+
+def main():
+    parser = make_parser(__doc__)
+    add = parser.add_argument
+    add("--positions", type=positive, default=4096, help="with virtual tokens; default 4096")
+    add("--offload", action="store_true", help="what is kept of layers goes to host memory, on a "
+        "GPU; default no")  # fmt: skip
+    add("--limit", type=positive, default=450, help="seconds, after which it stops behind the "
+        "layer that it is at; default 450")  # fmt: skip
+    args = parser.parse_args()
+    args.peft, args.num_virtual_tokens, args.gradient_checkpointing = "prompt", 32, False
+    path, args.json = args.json, None
+    with start(args) as run:
+        model = load(run, lambda model: sequence_parallelize(model, run.group))
+        config, layers = run.source.config, len(base_of(model).model.layers)
+        tile = default_tile_mib(run.device) * 2**20
+        techniques = Techniques(offload=args.offload, tile_bytes=tile)
+        ids = torch.randint(config.vocab_size, (1, args.positions - 32), device=run.device)
+        record = here_and_now(run.device.type, 1) | {
+            "model": args.model, "dtype": args.dtype, "device": run.device.type,
+            "positions": args.positions, "offload": args.offload, "layers": layers,
+            "attention_flop": flops(config, args.positions), "torch": torch.__version__,
+        }  # fmt: skip
+
+        def write():
+            step = whole_step(clock.done, layers)
+            record.update(done_s=clock.done, step_s=step and step[0],
+                          extrapolated=bool(step and step[1]))  # fmt: skip
+            if path:
+                part = path.with_name(f".{path.name}.part")
+                part.write_text(json.dumps(record, indent=1) + "\n")
+                part.replace(path)
+
+        few, reference = ids[:, :64], load(run)
+        expected, own = expect_step(run, run.references(reference), few)
+        del reference
+        loss = forward_backward(model, few, run.group, techniques)
+        run.check("loss of 64 tokens", [(loss, *(x.to(loss) for x in expected))], own=own)
+        clock = Clock(run, write)
+        for name in clock.done:
+            function = getattr(saved_outputs, name)
+            setattr(saved_outputs, name, partial(clock.timed, function))
+
+        def step():
+            try:
+                record["loss"] = forward_backward(model, ids, run.group, techniques).item()
+            except OverTime:
+                run.say(f"note: stopped after {args.limit} s; the rest is not measured")
+
+        record["peak_bytes"] = peak_memory_of_process(run.device, step)
+        write()
+        said = (
+            "nothing of the backward" if record["step_s"] is None else f"{record['step_s']:.1f} s"
+        )
+        run.say(f"a step of {args.positions:,} positions: {said}"
+                + (", extrapolated" if record["extrapolated"] else ""))  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

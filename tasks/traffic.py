@@ -1,0 +1,83 @@
+"""Bytes that a rank sends, counted where every collective of PyTorch's goes through."""
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import ProcessGroup, _resolve_process_group
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# By operator: of its input's bytes, what share a rank sends of P, and which argument the input is.
+SENT = {
+    "c10d::allreduce_": (lambda P: 2 * (P - 1) / P, 0),
+    "c10d::allgather_": (lambda P: P - 1, 1),
+    "c10d::_allgather_base_": (lambda P: P - 1, 1),
+    "c10d::_reduce_scatter_base_": (lambda P: (P - 1) / P, 1),
+    "c10d::broadcast_": (lambda P: (P - 1) / P, 0),  # on average
+    "_c10d_functional::all_reduce": (lambda P: 2 * (P - 1) / P, 0),
+    "_c10d_functional::all_gather_into_tensor": (lambda P: P - 1, 0),
+    "_c10d_functional::reduce_scatter_tensor": (lambda P: (P - 1) / P, 0),
+}
+SPLIT = {"c10d::alltoall_base_": (1, 4), "_c10d_functional::all_to_all_single": (0, 2)}
+NOTHING = {"c10d::barrier", "_c10d_functional::wait_tensor",
+           "_c10d_functional::_wrap_tensor_autograd"}  # fmt: skip
+
+
+class Meter(TorchDispatchMode):
+    """Within it, `sent` adds up what this rank sends to others: of a sum 2 (P-1)/P, as in a ring.
+
+    It sees collectives of the forward and the backward, functional ones, and those of C++. Raises
+    NotImplementedError for one that it does not know.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.sent = 0.0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function._schema.name
+        if name in SENT:
+            share, at = SENT[name]
+            tensors = args[at] if isinstance(args[at], list) else [args[at]]
+            self.sent += share(group_of(args).size()) * sum(t.nbytes for t in tensors)
+        elif name in SPLIT:
+            at, splits = SPLIT[name]
+            group, tensor, pieces = group_of(args), args[at], args[splits]
+            pieces = pieces or [len(tensor) // group.size()] * group.size()
+            others = sum(pieces) - pieces[group.rank()]
+            self.sent += others * tensor[:1].nbytes
+        elif name.startswith(("c10d::", "_c10d_functional::")) and name not in NOTHING:
+            raise NotImplementedError(f"{name}: it is not known what this sends")
+        return function(*args, **(kwargs or {}))
+
+
+def group_of(args):
+    """The process group among an operator's arguments: itself, or by its name."""
+    for arg in reversed(args):
+        if isinstance(arg, str):
+            return _resolve_process_group(arg)
+    return ProcessGroup.unbox(next(arg for arg in args if isinstance(arg, torch.ScriptObject)))
+
+
+def bytes_sent(run, function):
+    """Bytes that each rank sends while all run function(), on average: (counted, on the wire).
+
+    On the wire is what gloo's ranks on one machine put on the loopback device, by its counters:
+    headers, and whatever else uses it. None on a GPU.
+    """
+    counters = Path("/proc/net/dev")
+
+    def total():
+        return int(counters.read_text().split("lo:")[1].split()[8])  # what it transmitted
+
+    wire = run.device.type == "cpu" and counters.exists()
+    dist.barrier()
+    before = total() if wire else 0
+    dist.barrier()  # all have read before any begins
+    with Meter() as meter:
+        function()
+    dist.barrier()
+    wire = run.from_rank0((total() - before) / run.world_size if wire else None)
+    counted = torch.tensor(meter.sent, dtype=torch.float64, device=run.device)
+    dist.all_reduce(counted)
+    return counted.item() / run.world_size, wire
