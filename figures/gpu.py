@@ -217,7 +217,7 @@ def summary_of_step(data):
     rate = sum(data["attention_flop"].values()) / data["step_s"] / 1e12
     more = ", extrapolated" if data["extrapolated"] else ""
     return (f"{data['step_s']:.0f} s{more}, attention alone {rate:.0f} TFLOP/s of that; "
-            f"peak {data['peak_bytes'][0] / 2**30:.1f} GiB")  # fmt: skip
+            f"peak {data['peak_bytes'] / 2**30:.1f} GiB")  # fmt: skip
 
 
 def summary_of_speed(run, data):

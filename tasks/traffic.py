@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import ProcessGroup, _resolve_process_group
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # By operator: of its input's bytes, what share a rank sends of P, and which argument the input is.
@@ -35,6 +36,8 @@ class Meter(TorchDispatchMode):
         self.sent = 0.0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # first becomes operators of ordinary tensors, which come here
         name = function._schema.name
         if name in SENT:
             share, at = SENT[name]
