@@ -24,7 +24,7 @@ sys.path.insert(0, str(ROOT / "tasks"))
 import torch  # noqa: E402
 
 from loading import Source  # noqa: E402
-from records import here_and_now  # noqa: E402
+from records import attention_flop, here_and_now  # noqa: E402
 
 LIMIT_S = 480
 SCRIPTS = ["tp_mlp", "tp_attention", "tp_llama", "dtensor_llama", "kv_cache", "ulysses_forward",
@@ -34,8 +34,7 @@ DTYPES = "float32", "bfloat16", "float64"
 QUICK = {name: ["--repeats", 0] for name in
          ("tp_llama", "dtensor_llama", "kv_cache", "ulysses_forward")}  # fmt: skip
 # Dense bfloat16 TFLOP/s that the makers' data sheets give.
-PEAKS = {"H100 PCIe": 756, "H100": 989, "H200": 989, "A100": 312, "L40S": 362, "L4": 121,
-         "T4": None}  # fmt: skip
+PEAKS = {"H100 PCIe": 756, "H100": 989, "H200": 989, "A100": 312, "L40S": 362, "L4": 121}
 
 
 @dataclass
@@ -81,10 +80,8 @@ def parts(device):
         for ranks in (2, 4):
             yield Part(4, f"{script}_{ranks}_ranks", [*words, *shared], ranks)
         for dtype in DTYPES[:2]:
-            more = ["--model", "smollm2" if on_gpu else "tiny", "--dtype", dtype] + [
-                "--new-tokens",
-                2,
-            ] * (script in QUICK)
+            more = ["--model", "smollm2" if on_gpu else "tiny", "--dtype", dtype]
+            more += ["--new-tokens", 2] * (script in QUICK)
             yield Part(5, f"smollm2_{script}_{dtype}", [*words, *more], 1)
     lengths = (2048, 8192) if on_gpu else (512,)
     words = ["figures/tp_speed.py", *large, "--ranks", 1, "--techniques", "hand-made"]
@@ -223,19 +220,17 @@ def summary_of_step(data):
 def summary_of_speed(run, data):
     """Tokens a second, and executed TFLOP/s: 2 a weight and token forward, 4 backward.
 
-    Of attention half of the pairs (causal), two products forward and five backward; the embedding
-    is a lookup.
+    Beside them attention's, see `attention_flop`; the embedding is a lookup.
     """
     source = Source(data["model"], data["num_layers"][0])
     c, T = source.config, run["seq_len"]
     weights = sum(torch.Size(shape).numel() for name, shape in source.shapes.items()
                   if "embed_tokens" not in name)  # fmt: skip
     weights += c.tie_word_embeddings * c.vocab_size * c.hidden_size
-    pairs = c.num_hidden_layers * T**2 * c.num_attention_heads * c.head_dim
     laps = run["results"]["parallel"]
     seconds = sorted(a + b for a, b in zip(laps["forward"], laps["backward"], strict=True))
     median = seconds[len(seconds) // 2]
-    rate = (6 * weights * T + 7 * pairs) / median / 1e12
+    rate = (6 * weights * T + sum(attention_flop(c, T).values())) / median / 1e12
     gpus = data["machine"]["gpus"]
     peak = next((peak for name, peak in PEAKS.items() if gpus and name in gpus[0]), None)
     share = f", {rate / peak:.0%} of {peak}" if peak else ""

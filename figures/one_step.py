@@ -24,7 +24,7 @@ import saved_outputs  # noqa: E402
 from finetuning import default_tile_mib, load  # noqa: E402
 from long_sequence import Techniques  # noqa: E402
 from measuring import peak_memory_of_process  # noqa: E402
-from records import here_and_now  # noqa: E402
+from records import attention_flop, here_and_now  # noqa: E402
 from training_checks import base_of, expect_step  # noqa: E402
 from ulysses_finetune import forward_backward  # noqa: E402
 from ulysses_forward import sequence_parallelize  # noqa: E402
@@ -69,17 +69,6 @@ def whole_step(done, layers):
     return backward[-1] + (layers - len(backward)) * statistics.median(laps), True
 
 
-def flops(config, positions):
-    """What attention alone computes in a step: {direction: FLOP}; half of the scores, causally.
-
-    Forward two products for each pair of a query and a key, backward five (FlashAttention-2, arXiv
-    2307.08691, section 3.1).
-    """
-    width = config.num_attention_heads * config.head_dim
-    product = config.num_hidden_layers * positions**2 * width  # 2 FLOP, half of the pairs
-    return {"forward": 2 * product, "backward": 5 * product}
-
-
 def main():
     parser = make_parser(__doc__)
     add = parser.add_argument
@@ -100,7 +89,7 @@ def main():
         record = here_and_now(run.device.type, 1) | {
             "model": args.model, "dtype": args.dtype, "device": run.device.type,
             "positions": args.positions, "offload": args.offload, "layers": layers,
-            "attention_flop": flops(config, args.positions), "torch": torch.__version__,
+            "attention_flop": attention_flop(config, args.positions), "torch": torch.__version__,
         }  # fmt: skip
 
         def write():

@@ -49,6 +49,17 @@ def here_and_now(device="cpu", ranks=0):
     return {"machine": machine(device, ranks), "date": time.strftime("%Y-%m-%d")}
 
 
+def attention_flop(config, positions):
+    """What attention alone computes in a step: {direction: FLOP}; half of the scores, causally.
+
+    Forward two products for each pair of a query and a key, backward five (FlashAttention-2, arXiv
+    2307.08691, section 3.1).
+    """
+    width = config.num_attention_heads * config.head_dim
+    product = config.num_hidden_layers * positions**2 * width  # 2 FLOP, half of the pairs
+    return {"forward": 2 * product, "backward": 5 * product}
+
+
 def resume(path, setting):
     """The records of an earlier time in `path`, or new ones where those are of another setting.
 

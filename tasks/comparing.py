@@ -214,10 +214,9 @@ class Comparison:
             if self.rank == rank:
                 mine = received = sent if rank == 0 else sent.new_empty(size)
             if rank:  # as a collective, not `send`: all ranks count alike, see watching.py
-                sizes = [math.prod(size) if r == rank else 0 for r in range(self.world_size)]
-                got = [received.numel(), *[0] * (self.world_size - 1)]
-                sizes = sizes if self.rank == 0 else [0] * self.world_size
-                dist.all_to_all_single(received.view(-1), sent.reshape(-1), got, sizes)
+                got, given = [0] * self.world_size, [0] * self.world_size
+                got[0], given[rank] = received.numel(), sent.numel()
+                dist.all_to_all_single(received.view(-1), sent.reshape(-1), got, given)
         return mine
 
     def deal(self, module):

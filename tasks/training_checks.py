@@ -117,21 +117,24 @@ def check_training(run, model, reference, forward_backward, batches, recomputes=
     for kind in dict.fromkeys(map(kind_of, trained(model))):
         run.check(f"{kind} grad")
         run.check(f"{kind} after a step")
-    if run.dtype == torch.bfloat16:
-        check_in_float32(run, model, references, forward_backward, batches(0))
-    if recomputes is None:
-        check_techniques(run, model, references, forward_backward, batches(0))
+    narrow = run.dtype == torch.bfloat16
+    if narrow or recomputes is None:
+        once_more = batches(0), *expect_step(run, references, batches(0))
+        if narrow:
+            check_in_float32(run, model, forward_backward, *once_more)
+        if recomputes is None:
+            check_techniques(run, model, references, forward_backward, *once_more)
     restore(model, before)
     return losses
 
 
-def check_in_float32(run, model, references, forward_backward, ids):
+def check_in_float32(run, model, forward_backward, ids, expected, own):
     """The loss once more with the same weights in float32.
 
     In bfloat16 a label that got lost may change the loss by less than rounding does. The same
     steps in float32 round 2**16 times more finely, so the bound is that much nearer.
     """
-    (_, exact), own = expect_step(run, references, ids)
+    _, exact = expected
     model.zero_grad()
     narrow = [p for p in model.parameters() if p.dtype == run.dtype]
     for parameter in narrow:
@@ -145,9 +148,8 @@ def check_in_float32(run, model, references, forward_backward, ids):
     run.check("loss in float32", [(loss, exact)], bound)  # both round, so twice
 
 
-def check_techniques(run, model, references, forward_backward, ids):
+def check_techniques(run, model, references, forward_backward, ids, expected, own):
     """Each technique alone: loss and gradients after the steps before (at first LoRA's are 0)."""
-    expected, own = expect_step(run, references, ids)
     for name, flags in ALONE.items():
         techniques = Techniques(*flags, tile_tokens=7)
         if techniques.offload and run.device.type != "cuda":
