@@ -14,7 +14,6 @@ import re
 import sys
 from functools import partial
 from pathlib import Path
-from unittest import mock
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "tasks"))
@@ -26,26 +25,27 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: E402
 from model_checks import expect_loss  # noqa: E402
 from records import torchrun  # noqa: E402
 from tp_llama import tensor_parallelize  # noqa: E402
+from traffic import Meter  # noqa: E402
 from ulysses_forward import sequence_parallelize, sum_gradients  # noqa: E402
 from utils import make_parser, positive, shard_of, start  # noqa: E402
 
-KNOWN = "all_reduce", "all_gather", "all_to_all_single"
-UNKNOWN = (
-    "all_gather_into_tensor", "all_to_all", "batch_isend_irecv", "broadcast", "irecv", "isend",
-    "recv", "reduce", "reduce_scatter", "reduce_scatter_tensor", "send",
-)  # fmt: skip
+COLLECTIVES = {
+    "c10d::allreduce_": "all_reduce",
+    "c10d::_allgather_base_": "all_gather",
+    "c10d::alltoall_base_": "all_to_all_single",
+}
 
 
-class Recorder:
+class Recorder(Meter):
     """This rank's events, in order, each with its `phase` and `at`, the module that began last.
 
     Of a module that begins: the shapes of `input` and `output`; backward it begins when the
     `gradient` of its output is there. Of a collective: its name, `asked_by` (the autograd function
-    or `sum_gradients`), its tensor's `shape`, and `sent`, bytes that this rank sends: what goes to
-    others, and of a sum 2 (P-1)/P, as in a ring.
+    or `sum_gradients`), its tensor's `shape`, and `sent`, bytes that this rank sends.
     """
 
     def __init__(self, model):
+        super().__init__()
         self.events, self.phase, self.at = [], "forward", None
         self.layers = {layer.self_attn: i for i, layer in enumerate(model.model.layers)}
         for name, module in model.named_modules():
@@ -75,25 +75,11 @@ class Recorder:
         self.end(name, module, None, output)
         return output, weights
 
-    def collective(self, kind, function, *args, group, **kwargs):
-        """In the place of one of torch.distributed's functions, as the tasks call it."""
-        assert kind in KNOWN, f"{kind} is called, whose bytes are not counted here"
-        tensor, ranks = args[kind != "all_reduce"], group.size()
-        event = {"collective": kind, "asked_by": asked_by(), "shape": list(tensor.shape)}
-        if kind == "all_to_all_single":
-            event["pieces"] = list(args[3])
-            sent = (sum(args[3]) - args[3][group.rank()]) * tensor.element_size()
-        else:
-            sent = (ranks - 1) * tensor.nbytes
-            sent = 2 * sent // ranks if kind == "all_reduce" else sent
-        self.note(self.at, **event, sent=sent)
-        return function(*args, group=group, **kwargs)
-
-    def listen(self):
-        """A context in which torch.distributed's functions tell this recorder."""
-        told = {name: partial(self.collective, name, getattr(dist, name))
-                for name in KNOWN + UNKNOWN}  # fmt: skip
-        return mock.patch.multiple(dist, **told)
+    def count(self, name, tensor, sent):
+        """A collective."""
+        kind = COLLECTIVES[name]
+        shape = list(tensor.shape[kind == "all_gather" :])  # there its first dim is the ranks'
+        self.note(self.at, collective=kind, asked_by=asked_by(), shape=shape, sent=int(sent))
 
 
 def asked_by():
@@ -126,7 +112,7 @@ def record(run, parallelize, reduce, reference, ids):
     model, attend = run.source.load_model(*run.place, parallelize), ALL_ATTENTION_FUNCTIONS["sdpa"]
     recorder = Recorder(model)
     ALL_ATTENTION_FUNCTIONS["sdpa"] = partial(recorder.attention, attend)
-    with recorder.listen():
+    with recorder:
         loss = model(ids, labels=ids).loss
         recorder.phase = "backward"
         loss.backward()

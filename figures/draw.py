@@ -221,6 +221,33 @@ def bars(axis, places, laps, colour, hatch, label):
         label = None
 
 
+def draw_gpu(data, records, path):
+    """One GPU: the longest sequence of each contender; when each layer of a long step was done.
+
+    data: gpu.json. records: of its parts.
+    """
+    longest = [run for record in records for run in record.get("runs", []) if "found" in run]
+    steps = [record for record in records if "done_s" in record]
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4))
+    names = [f"{run['contender']}\nin {run['budget_mib']} MiB" for run in longest]
+    found = [run["found"] for run in longest]
+    left.bar_label(left.barh(names, found, color="#0072B2"), [f" {n:,}" for n in found], fontsize=8)
+    left.invert_yaxis()
+    left.margins(x=0.2)
+    left.set(xlabel="positions", title="longest sequence, prompt tuning, one step")
+    for record in steps:
+        done = [at for layers in record["done_s"].values() for at in layers]
+        name = f"{record['positions']:,} positions{', offload' * record['offload']}"
+        (line,) = right.plot(done, range(1, len(done) + 1), ".-", label=name)
+        if record["extrapolated"]:
+            right.plot(record["step_s"], 2 * record["layers"], "x", color=line.get_color())
+    right.set(xscale="log", xlabel="seconds; x: extrapolated", title="a step, layer by layer",
+              ylabel="layers done, forward and backward")  # fmt: skip
+    if steps:
+        right.legend(frameon=False, fontsize=8)
+    finish(figure, (left, right), "make gpu", data, path)
+
+
 def kind(data):
     """What draws these records."""
     if "tasks" in data:

@@ -5,7 +5,8 @@
     python figures/gpu.py --device cpu       # a rehearsal of all: small sizes
 
 Each part of a step writes a JSON file into --out, and goes on where an earlier call stopped. A step
-whose time is up says what is left of it: call it again. `gpu.md` there is a table of what was seen.
+whose time is up says what is left of it: call it again. There, `gpu.md` is a table of what was seen
+and `gpu.png` a picture.
 """
 
 import argparse
@@ -22,6 +23,7 @@ ROOT = HERE.parent
 sys.path.insert(0, str(ROOT / "tasks"))
 
 import torch  # noqa: E402
+import transformers  # noqa: E402
 
 from loading import Source  # noqa: E402
 from records import attention_flop, here_and_now  # noqa: E402
@@ -138,6 +140,8 @@ def run(part, out, seconds):
 
 def drive(step, out, device):
     """Run what is missing of a step, or of all; the names of what failed."""
+    from draw import draw_gpu  # which wants the report's words, and the report this table
+
     failed = []
     for number in STEPS if step is None else [step]:
         of_step, begin = [part for part in parts(device) if part.step == number], time.monotonic()
@@ -155,7 +159,9 @@ def drive(step, out, device):
             said = run(part, out, seconds)
             failed += [part.name] * said.startswith("FAILED")
             print(f"    {part.name}: {said}", flush=True)
-        (out / "gpu.md").write_text("\n".join(table(record(out, device))) + "\n")
+        data, records = record(out, device)
+        (out / "gpu.md").write_text("\n".join(table(data)) + "\n")
+    draw_gpu(data, records, out / "gpu.png")
     return failed
 
 
@@ -163,14 +169,19 @@ def drive(step, out, device):
 
 
 def record(out, device):
-    """gpu.json: of every part that was run, in a few words, what its file says."""
-    seen = {}
+    """gpu.json: of every part that was run, in a few words, what its file says; and the files."""
+    seen, records = {}, []
     for part in parts(device):
-        if file_of(part, out).exists():
-            seen.setdefault(str(part.step), {})[part.name] = summary(file_of(part, out))
-    data = here_and_now(device, 1) | {"device": device, "torch": torch.__version__, "seen": seen}
+        path = file_of(part, out)
+        if path.exists():
+            seen.setdefault(str(part.step), {})[part.name] = summary(path)
+            records += [json.loads(path.read_text())] * (path.suffix == ".json")
+    data = here_and_now(device, 1) | {
+        "device": device, "torch": torch.__version__, "transformers": transformers.__version__,
+        "seen": seen,
+    }  # fmt: skip
     (out / "gpu.json").write_text(json.dumps(data, indent=1) + "\n")
-    return data
+    return data, records
 
 
 def table(data):

@@ -12,6 +12,11 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
+try:
+    from torch.distributed import all_gather_single
+except ImportError:  # its name before PyTorch 2.13
+    from torch.distributed import all_gather_into_tensor as all_gather_single
+
 # ---------------------------------------------------------------- who owns what
 
 
@@ -138,10 +143,9 @@ def all_reduce_(tensor, group):
 
 def all_gather(tensor, group):
     """Every rank's tensor, all of one shape: (P, *shape), the same on all ranks of `group`."""
-    tensor = tensor.contiguous()
-    everyone = [torch.empty_like(tensor) for _ in range(group.size())]
-    dist.all_gather(everyone, tensor, group=group)
-    return torch.stack(everyone)
+    everyone = tensor.new_empty(group.size(), *tensor.shape)
+    all_gather_single(everyone, tensor[None].contiguous(), group=group)
+    return everyone
 
 
 class CopyToRanks(torch.autograd.Function):

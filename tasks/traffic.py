@@ -42,16 +42,21 @@ class Meter(TorchDispatchMode):
         if name in SENT:
             share, at = SENT[name]
             tensors = args[at] if isinstance(args[at], list) else [args[at]]
-            self.sent += share(group_of(args).size()) * sum(t.nbytes for t in tensors)
+            sent = share(group_of(args).size()) * sum(t.nbytes for t in tensors)
+            self.count(name, tensors[0], sent)
         elif name in SPLIT:
             at, splits = SPLIT[name]
             group, tensor, pieces = group_of(args), args[at], args[splits]
             pieces = pieces or [len(tensor) // group.size()] * group.size()
             others = sum(pieces) - pieces[group.rank()]
-            self.sent += others * tensor[:1].nbytes
+            self.count(name, tensor, others * tensor[:1].nbytes)
         elif name.startswith(("c10d::", "_c10d_functional::")) and name not in NOTHING:
             raise NotImplementedError(f"{name}: it is not known what this sends")
         return function(*args, **(kwargs or {}))
+
+    def count(self, name, tensor, sent):
+        """A collective, by its operator's name, which takes a tensor and sends some bytes."""
+        self.sent += sent
 
 
 def group_of(args):

@@ -245,10 +245,14 @@ def test_gpu_rehearsal(tmp_path):
     """All steps of `make gpu` on the CPU, by small sizes; a second call has nothing to do."""
     command = ["make", "gpu", "DEVICE=cpu", f"OUT={tmp_path}", "STEP="]
     for number in gpu.STEPS:
-        result = launch.run([*command[:-1], f"STEP={number}"], timeout=600)
-        assert result.code == 0, result.tail()
+        for _ in range(4):  # on a slow machine a step's time is up, and it goes on
+            result = launch.run([*command[:-1], f"STEP={number}"], timeout=600)
+            assert result.code == 0, result.tail()
+            if "time is up" not in result.out:
+                break
     seen = (tmp_path / "gpu.md").read_text()
     assert "not run" not in seen and "FAILED" not in seen, seen
+    assert (tmp_path / "gpu.png").stat().st_size > 10_000
     result = launch.run(command[:-1], timeout=60)
     assert result.code == 0 and result.out.count(": 0 of ") == len(gpu.STEPS), result.tail()
 

@@ -6,6 +6,7 @@ That they change no gradient is checked by the script itself, here on 1 to 4 ran
 import contextlib
 import copy
 import json
+import os
 from functools import partial
 from types import SimpleNamespace
 
@@ -265,6 +266,22 @@ def test_memory_does_not_grow_with_the_logits(tmp_path):
         results = json.loads(path.read_text())["results"]
         peaks.append(results["peak_memory_bytes"][0] - results["idle_memory_bytes"][0])
     assert peaks[1] - peaks[0] < 300 * 32000 * 4 / 2, peaks
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: a CPU's bits are always alike")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_same_bits_on_a_gpu(dtype, tmp_path):
+    """With --deterministic a second run ends in the same adapter."""
+    path, digests = tmp_path / "record.json", []
+    env = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
+    for _ in range(2):
+        result = launch.torchrun(
+            SCRIPT, "--device", "cuda", "--deterministic", "--dtype", dtype, "--steps", 6,
+            "--check-steps", 1, "--json", path, nproc=1, env=env,
+        )  # fmt: skip
+        assert result.code == 0, result.tail()
+        digests.append(json.loads(path.read_text())["results"]["sha256"])
+    assert digests[0] == digests[1]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")

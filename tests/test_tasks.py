@@ -154,7 +154,8 @@ def test_eight_ranks(script, tmp_path):
 
 @pytest.mark.parametrize("script", launch.SCRIPTS)
 def test_bfloat16(script, tmp_path):
-    args = ["--dtype", "bfloat16", *QUICK.get(script, [])]
+    """And nothing on the way has no --deterministic implementation."""
+    args = ["--dtype", "bfloat16", "--deterministic", *QUICK.get(script, [])]
     file = launch.TASKS / f"{script}.py"
     result = launch.ranks(file, *args, nproc=2, folder=tmp_path)
     assert result.code == 0 and result.out.count("Tests passed") == 2, result.tail()
