@@ -18,7 +18,7 @@ help:
 	@echo "make demo         every task, NPROC=$(NPROC) ranks, MODEL=$(MODEL), DTYPE=$(DTYPE)," \
 	  "DEVICE=$(DEVICE)"
 	@echo "make test-all     the tests; make test: the fast ones; make stress: the longest alone"
-	@echo "make test-real    every task on a real model, SmolLM2-135M (93 MB are fetched once)"
+	@echo "make test-real    every task on a real model, SmolLM2-135M (93 MB are fetched)"
 	@echo "make test-course  the tests with the course's versions of transformers and peft"
 	@echo "make report       run every task, and write the README's tables anew"
 	@echo "make bench        measure speed (up to two hours); make figures: draw what was measured"

@@ -28,12 +28,11 @@ from utils import make_parser, positive, start
 
 
 def main():
-    parser = make_parser(__doc__)
+    parser = make_parser(__doc__, model="random/small")
     add = parser.add_argument
     add("--seq-len", type=positive, default=16384, help="tokens and virtual tokens; default 16384")
     add("--num-virtual-tokens", type=positive, default=32, help="default 32")
     add("--repeats", type=positive, default=7, help="timed steps of each; default 7")
-    parser.set_defaults(model="random/small")
     args = parser.parse_args()
     args.peft, args.gradient_checkpointing = "prompt", False
     with start(args) as run:

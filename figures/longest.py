@@ -1,8 +1,8 @@
-"""The longest sequence that three steps of prompt tuning can take, under a limit on memory.
+"""The longest sequence for three steps of prompt tuning, on a GPU one, under a limit on memory.
 
     python figures/longest.py                 # all of it, into figures/longest.json
     python figures/longest.py --budgets 64 --only ours --ranks 1 4
-    python figures/longest.py --model random/llama-3.2-1b --dtype bfloat16 --device cuda
+    python figures/longest.py --model random/llama-3.2-1b --dtype bfloat16 --device cuda --only ours
 
 For each contender: a closed-form estimate, from the tensors that it holds when it holds most; then
 runs in fresh processes, whose memory beyond the loaded model is limited, so that what does not fit
@@ -174,8 +174,7 @@ def main():
     )
     flag = parser.add_argument
     flag("--model", choices=MODELS, default=MODELS[0], help=f"default {MODELS[0]}")
-    flag("--dtype", choices=["float32", "bfloat16"], default="float32", help="default float32, "
-        "which the estimates are for")  # fmt: skip
+    flag("--dtype", choices=["float32", "bfloat16"], default="float32", help="default float32")
     flag("--device", choices=["cpu", "cuda"], default="cpu", help="default cpu")
     flag("--budgets", type=positive, nargs="+", help="MiB a rank, beyond the model; default 64 "
         "256, or 1024 on a GPU, all of which would take days")  # fmt: skip

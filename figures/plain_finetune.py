@@ -37,6 +37,7 @@ def main():
     parser.add_argument("--json", type=Path, help="write times and memory there")
     args = parser.parse_args()
     device = torch.device(args.device)
+    torch.backends.cuda.enable_cudnn_sdp(False)  # as in the scripts that it is compared with
     torch.manual_seed(1337)
     config = LlamaConfig(**PRESETS[args.model.removeprefix("random/")])
     model = LlamaForCausalLM(config).to(args.device, getattr(torch, args.dtype))

