@@ -4,17 +4,19 @@
     python figures/gpu.py --step 3           # one of them
     python figures/gpu.py --device cpu       # a rehearsal of all: small sizes
 
-Each part of a step writes a JSON file into --out, and goes on where an earlier call stopped. A step
-whose time is up says what is left of it: call it again. There, `gpu.md` is a table of what was seen
-and `gpu.png` a picture.
+Each part of a step writes a file into --out; what is there is not run again. A step whose time is
+up says what is left of it: call it again. There, `gpu.md` is a table of what was seen and `gpu.png`
+a picture.
 """
 
 import argparse
+import importlib.util
 import json
 import re
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,13 +24,14 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 sys.path.insert(0, str(ROOT / "tasks"))
 
+import psutil  # noqa: E402
 import torch  # noqa: E402
 import transformers  # noqa: E402
 
 from loading import Source  # noqa: E402
 from records import attention_flop, here_and_now  # noqa: E402
 
-LIMIT_S = 480
+LIMIT_S, CUT = 480, "its time is up"
 SCRIPTS = ["tp_mlp", "tp_attention", "tp_llama", "dtensor_llama", "kv_cache", "ulysses_forward",
            "ulysses_finetune"]  # fmt: skip
 DTYPES = "float32", "bfloat16", "float64"
@@ -52,8 +55,8 @@ class Part:
 
 STEPS = {
     # step: (what it shows, about how many minutes on a GPU)
-    1: ("tests that want a GPU: NCCL", 8),
-    2: ("tests that want a GPU: kernels, and ranks that share it", 8),
+    1: ("tests that want a GPU: kernels, NCCL", 8),
+    2: ("tests that want a GPU: ranks that share it", 8),
     3: ("every task on one rank, in three dtypes", 7),
     4: ("every task on 2 and 4 ranks that share the GPU", 6),
     5: ("SmolLM2, every task, in float32 and bfloat16", 7),
@@ -72,10 +75,13 @@ def parts(device):
     small, place = ["--model", "random/small"], ["--device", device]
     large = ["--model", "random/llama-3.2-1b", "--dtype", "bfloat16"] if on_gpu else small
     shared = ["--share-gpus"] if on_gpu else []
-    test = ["-m", "pytest", "-q", "-rs", "tests/test_tasks.py", "tests/test_long_sequence.py", "-k"]
-    yield Part(1, "tests_nccl", [*test, "nccl"], json_flag="--junitxml")
-    yield Part(2, "tests_gpu", [*test, "gpu"], json_flag="--junitxml")
+    test = ["-m", "pytest", "-q", "-rs", "tests/test_tasks.py", "tests/test_long_sequence.py"]
+    test += [*(["-n", 4] if importlib.util.find_spec("xdist") else []), "-k"]
+    yield Part(1, "tests_gpu", [*test, "gpu and not shared"], json_flag="--junitxml")
     for script in SCRIPTS:
+        yield Part(1, f"tests_nccl_{script}", [*test, f"nccl and {script}"], json_flag="--junitxml")
+        words = [*test, f"shared_gpu and {script}"]
+        yield Part(2, f"tests_shared_{script}", words, json_flag="--junitxml")
         words = [f"tasks/{script}.py", *QUICK.get(script, []), *place]
         for dtype in DTYPES:
             yield Part(3, f"{script}_{dtype}", [*words, "--dtype", dtype], 1)
@@ -101,6 +107,7 @@ def parts(device):
         positions = positions if on_gpu else positions // 256
         for offload in ([], ["--offload"]) if step == 9 else (["--offload"],):
             words = ["figures/one_step.py", *large, *place, "--positions", positions, *offload]
+            words += ["--limit", LIMIT_S - 150]  # what is before the step takes some time, too
             yield Part(step, f"step_{positions}{'_offload' * len(offload)}", words)
 
 
@@ -125,17 +132,19 @@ def run(part, out, seconds):
         try:
             code = job.wait(seconds)
         except subprocess.TimeoutExpired:
+            others = psutil.Process(job.pid).children(recursive=True)
             job.terminate()
-            try:
+            with suppress(subprocess.TimeoutExpired):
                 job.wait(30)
-            except subprocess.TimeoutExpired:
-                job.kill()
-                job.wait()
-            return "its time is up"
-    if code or not began.exists():
-        return f"FAILED, see {log}"
-    began.replace(path)
-    return f"{time.monotonic() - begin:.0f} s"
+            for process in [job, *others]:  # ranks that a test had started, too
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
+            job.wait()
+            return CUT
+    if began.exists() and (not code or path.suffix == ".xml"):  # which says what failed
+        began.replace(path)
+    failed = code or not path.exists()
+    return f"FAILED, see {log}" if failed else f"{time.monotonic() - begin:.0f} s"
 
 
 def drive(step, out, device):
@@ -151,14 +160,20 @@ def drive(step, out, device):
         )
         while left:
             seconds = LIMIT_S - (time.monotonic() - begin)
-            if seconds < 10:
+            if seconds < 60:
                 again = f"make gpu STEP={number}"
                 print(f"    time is up; {again} goes on: {', '.join(p.name for p in left)}")
                 break
-            part = left.pop(0)
+            part = left[0]
             said = run(part, out, seconds)
-            failed += [part.name] * said.startswith("FAILED")
             print(f"    {part.name}: {said}", flush=True)
+            if said == CUT:
+                continue  # with no seconds left
+            left.pop(0)
+            if said.startswith("FAILED"):
+                failed.append(part.name)
+                if number == 5 and part is of_step[0]:
+                    break  # the model cannot be fetched
         data, records = record(out, device)
         (out / "gpu.md").write_text("\n".join(table(data)) + "\n")
     draw_gpu(data, records, out / "gpu.png")
@@ -255,11 +270,11 @@ def main():
     flag = parser.add_argument
     flag("--step", type=int, choices=STEPS, help="default all, in order")
     flag("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: a rehearsal; default cuda")
-    flag("--out", type=Path, default=HERE / "gpu", help="folder; default %(default)s")
+    flag("--out", type=Path, help="folder; default figures/gpu, or figures/gpu-rehearsal")
     args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("PyTorch sees no GPU; --device cpu rehearses it")
-    args.out = args.out.resolve()
+    args.out = (args.out or HERE / ("gpu" if args.device == "cuda" else "gpu-rehearsal")).resolve()
     args.out.mkdir(parents=True, exist_ok=True)
     for number, (what, minutes) in STEPS.items():
         if args.step in (None, number):

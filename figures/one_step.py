@@ -5,7 +5,8 @@
 
 Prompt tuning as Task 5 does it. The record is written anew as each layer ends, so that a step that
 is stopped, by --limit or otherwise, says how far it came. What is missing is extrapolated then,
-from the layers that ran: marked as such, and only once a layer has run in both directions.
+from the layers that ran: marked as such, and only once a layer has run in both directions. With
+--offload, host memory is pinned in it, as in the first step of a training.
 """
 
 import json

@@ -40,7 +40,8 @@ def main():
     torch.backends.cuda.enable_cudnn_sdp(False)  # as in the scripts that it is compared with
     torch.manual_seed(1337)
     config = LlamaConfig(**PRESETS[args.model.removeprefix("random/")])
-    model = LlamaForCausalLM(config).to(args.device, getattr(torch, args.dtype))
+    with torch.device(args.device):
+        model = LlamaForCausalLM(config).to(getattr(torch, args.dtype))
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     model = get_peft_model(model, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=32))

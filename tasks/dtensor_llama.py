@@ -22,6 +22,7 @@ from fnmatch import fnmatch
 from functools import partial
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -54,6 +55,7 @@ from utils import (
     show_model,
     start,
     subgroup,
+    sum_over_ranks,
     with_whole_logits,
 )
 
@@ -239,7 +241,19 @@ def split_loss(
 
 def whole_logits(logits):
     """DTensor logits, made whole on every rank, which all go on to compute the same."""
+    if logits.is_cuda and dist.get_backend(logits.device_mesh.get_group()) == "gloo":
+        return summed_logits(logits)
     return logits.full_tensor(grad_placements=[Replicate()])
+
+
+def summed_logits(logits):
+    """The same by an all-reduce, of what is zero but for a rank's own words.
+
+    The all-gather of DTensor takes CUDA's memory for the CPU's on gloo (pytorch issue 152645).
+    """
+    _, first, stop = shard_of(logits)
+    mine = F.pad(logits.to_local(), (first, logits.shape[-1] - stop))
+    return sum_over_ranks(mine, logits.device_mesh.get_group())
 
 
 # ---------------------------------------------------------------- what is shown with it

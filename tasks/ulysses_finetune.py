@@ -218,7 +218,7 @@ def main():
         action="store_true",
         help="Task 4's own forward, and Hugging Face's recomputation of layers; default no",
     )
-    title = "memory; results change by rounding alone; all but the first are parts of it"
+    title = "memory (results change by rounding alone; all but the first are parts of it)"
     add_saving = parser.add_argument_group(title).add_argument
     for name, what in SAVES.items():
         default = name not in ("offload", "selective-checkpoint")

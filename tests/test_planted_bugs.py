@@ -694,3 +694,12 @@ def test_without_a_bug(script, tmp_path, odd_llama):
     path, args = tmp_path / f"{script}.py", arguments(script, odd_llama)
     result = launch.ranks(path, *args, nproc=2, folder=tmp_path)
     assert result.code == 0 and result.out.count("Tests passed") == 2, result.tail()
+
+
+@pytest.mark.parametrize("script", ["dtensor_llama", "kv_cache"])
+def test_logits_of_ranks_that_share_a_gpu(script, tmp_path, odd_llama):
+    """No bug: what they do in place of DTensor's own gather, done on the CPU."""
+    plant(tmp_path, "dtensor_llama.py", "if logits.is_cuda and dist", "if True or dist")
+    args = arguments(script, odd_llama)
+    result = launch.ranks(tmp_path / f"{script}.py", *args, nproc=3, folder=tmp_path)
+    assert result.code == 0 and result.out.count("Tests passed") == 3, result.tail()
