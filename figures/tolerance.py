@@ -1,6 +1,6 @@
 """Is a right run ever refused, and how small a wrong one is not? The evidence for tasks/errors.py.
 
-    python figures/tolerance.py                       # all of it: two hours on 2 cores
+    python figures/tolerance.py                       # all of it: three hours on 2 cores
     python figures/tolerance.py --only tiny float32   # runs whose names have these words
     python figures/tolerance.py --table               # the table, from the record that is there
 

@@ -228,7 +228,6 @@ def test_tolerance_table():
     assert runs == {
         (model, dtype, count)
         for model, (_, ranks) in tolerance.MODELS.items()
-        if ranks != (2,)  # the 1B model's are not there yet
         for dtype in tolerance.DTYPES
         for count in ranks
     }
