@@ -29,7 +29,7 @@ import torch  # noqa: E402
 import transformers  # noqa: E402
 
 from loading import Source  # noqa: E402
-from records import attention_flop, here_and_now  # noqa: E402
+from records import attention_flop, here_and_now, launcher  # noqa: E402
 
 LIMIT_S, CUT = 480, "its time is up"
 SCRIPTS = ["tp_mlp", "tp_attention", "tp_llama", "dtensor_llama", "kv_cache", "ulysses_forward",
@@ -122,10 +122,8 @@ def run(part, out, seconds):
     """Run a part for at most so many seconds: what is to be said of it."""
     path, log = file_of(part, out), out / f"{part.name}.log"
     began = path.with_name(f"began_{path.name}")  # what is not whole has another name
-    words = [sys.executable]
-    if part.ranks:
-        words += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", part.ranks]
-    words = [*words, *part.words, part.json_flag, began]
+    start = launcher(part.ranks) if part.ranks else [sys.executable]
+    words = [*start, *part.words, part.json_flag, began]
     begin = time.monotonic()
     with log.open("w") as said:
         job = subprocess.Popen(list(map(str, words)), cwd=ROOT, stdout=said, stderr=said)

@@ -14,6 +14,12 @@ from pathlib import Path
 import torch
 
 
+def launcher(ranks):
+    """What runs the script whose words follow, on so many ranks of this machine."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return [*torchrun, "--nproc_per_node", ranks]
+
+
 def torchrun(script, ranks, *flags, threads=1, stderr=None, **env):
     """A script under torchrun: its JSON record, or None where it failed, and the ended process.
 
@@ -21,9 +27,8 @@ def torchrun(script, ranks, *flags, threads=1, stderr=None, **env):
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "record.json"
-        words = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        words += ["--nproc_per_node", ranks, script, *flags, "--json", path]
-        words, env = list(map(str, words)), os.environ | {"OMP_NUM_THREADS": str(threads)} | env
+        words = list(map(str, [*launcher(ranks), script, *flags, "--json", path]))
+        env = os.environ | {"OMP_NUM_THREADS": str(threads)} | env
         done = subprocess.run(words, stdout=subprocess.PIPE, stderr=stderr, text=True, env=env)
         return None if done.returncode else json.loads(path.read_text()), done
 

@@ -119,7 +119,8 @@ def check_training(run, model, reference, forward_backward, batches, recomputes=
         run.check(f"{kind} after a step")
     narrow = run.dtype == torch.bfloat16
     if narrow or recomputes is None:
-        once_more = batches(0), *expect_step(run, references, batches(0))
+        batch = batches(0)
+        once_more = batch, *expect_step(run, references, batch)
         if narrow:
             check_in_float32(run, model, forward_backward, *once_more)
         if recomputes is None:

@@ -21,6 +21,8 @@ SCRIPTS = sorted(p.stem for p in TASKS.glob("*.py") if '__name__ == "__main__"' 
 OTHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "GROUP_", "TORCHELASTIC_", "SLURM", "SBATCH",
           "HEAD", "IS_HEAD", "NNODES", "NPROC", "PORT", "JOB", "IFACE", "MAX_RESTARTS")  # fmt: skip
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+# Which GPU a test of one GPU takes: the first that this user may see.
+ONE_GPU = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
 MARK = "PARALLEL_LLAMA_TEST"  # set to a job's own id in all its processes, to find survivors by
 
 

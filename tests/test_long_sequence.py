@@ -6,7 +6,6 @@ That they change no gradient is checked by the script itself, here on 1 to 4 ran
 import contextlib
 import copy
 import json
-import os
 from functools import partial
 from types import SimpleNamespace
 
@@ -273,11 +272,10 @@ def test_memory_does_not_grow_with_the_logits(tmp_path):
 def test_same_bits_on_a_gpu(dtype, tmp_path):
     """With --deterministic a second run ends in the same adapter."""
     path, digests = tmp_path / "record.json", []
-    env = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
     for _ in range(2):
         result = launch.torchrun(
             SCRIPT, "--device", "cuda", "--deterministic", "--dtype", dtype, "--steps", 6,
-            "--check-steps", 1, "--json", path, nproc=1, env=env,
+            "--check-steps", 1, "--json", path, nproc=1, env=launch.ONE_GPU,
         )  # fmt: skip
         assert result.code == 0, result.tail()
         digests.append(json.loads(path.read_text())["results"]["sha256"])

@@ -242,8 +242,8 @@ def test_fewer_gpus_than_ranks(script):
 def test_shared_gpu(script, nproc, tmp_path, odd_llama):
     """Several ranks on one GPU, by gloo: collectives and splits on CUDA's kernels."""
     path, flags = tmp_path / "record.json", ["--model", odd_llama, *QUICK.get(script, [])]
-    env = {"CUDA_VISIBLE_DEVICES": ON_GPUS["CUDA_VISIBLE_DEVICES"].split(",")[0]}
-    result = launch.torchrun(script, *flags, "--share-gpus", "--json", path, nproc=nproc, env=env)
+    flags += ["--share-gpus", "--json", path]
+    result = launch.torchrun(script, *flags, nproc=nproc, env=launch.ONE_GPU)
     passed(result, nproc)
     record = checks(path, nproc, "float32")[0]
     assert (record["backend"], record["device"]) == ("gloo", "cuda")
