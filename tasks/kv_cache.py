@@ -32,7 +32,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import DynamicCache, StaticCache
 
 from dtensor_llama import dtensor_parallelize, whole_logits
-from measuring import interleave, num_threads, ratio, say_if_short, threads_alone
+from measuring import REPEATS_HELP, interleave, num_threads, ratio, say_if_short, threads_alone
 from tp_llama import tensor_parallelize
 from utils import (
     all_gather,
@@ -234,11 +234,12 @@ def measure(run, models, reference):
         contenders[name] = partial(generation, model, ids, args.new_tokens, choose, threads)
     seconds = interleave(run, contenders, args.repeats)
     say_times(run, seconds, args.new_tokens)
+    alone = seconds["one rank"]["generate"]
     run.say(
-        f"({args.new_tokens} tokens after {length}, {args.repeats} times, slowest rank; "
+        f"({args.new_tokens} tokens after {length}, {len(alone)} times, slowest rank; "
         f"{threads} thread(s) a rank, {all_threads} for the one alone)"
     )
-    say_if_short(run, seconds["one rank"]["generate"])
+    say_if_short(run, alone)
 
 
 def main():
@@ -251,7 +252,7 @@ def main():
     )  # fmt: skip
     add("--new-tokens", type=positive, default=10, help="tokens to continue by; default 10")
     add("--prompt-len", type=positive, default=128, help="tokens, when timed; default 128")
-    add("--repeats", type=natural, default=7, help="timed generations of each; default 7")
+    add("--repeats", type=natural, help=REPEATS_HELP)
     args = parser.parse_args()
     with start(args) as run:
         mesh = DeviceMesh.from_group(run.group, run.device.type)
@@ -287,7 +288,7 @@ def main():
             run.check("a prompt alone, or padded in a batch: tokens", pairs, tolerance=0.0)
         for name, (model, choose) in models.items():
             check_generation(run, name, model, choose, tokenizer, prompts, expected, references)
-        if args.repeats > 0:
+        if args.repeats != 0:
             measure(run, models, reference)
 
 

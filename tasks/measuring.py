@@ -19,6 +19,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+REPEATS, LIMIT_S = 7, 120
+REPEATS_HELP = (
+    f"timed turns, after 2 to warm up; 0: measure nothing; default {REPEATS}, or fewer (but 1) "
+    f"where all take more than {LIMIT_S} s"
+)
+
 
 @contextmanager
 def kept_memory():
@@ -40,8 +46,10 @@ def kept_memory():
             ctypes.CDLL(None).malloc_trim(0)
 
 
-def interleave(run, contenders, repeats, warmup=2, keep=True):
+def interleave(run, contenders, repeats=None, warmup=2, keep=True):
     """Seconds of the slowest rank: {contender: {phase: [s, ...]}}, in turns, after a warm-up.
+
+    repeats: timed turns. None: 7, or fewer, at least 1, if all take more than LIMIT_S.
 
     contenders: {name: function}; a function yields a phase's name when the phase is done. All
     ranks run all contenders; in one that is rank 0's alone, the others yield at once. Each turn
@@ -49,8 +57,11 @@ def interleave(run, contenders, repeats, warmup=2, keep=True):
     keep: see `kept_memory`; not for contenders whose memories do not fit side by side.
     """
     seconds, names = {name: {} for name in contenders}, list(contenders)
+    limit, spent = float("inf") if repeats else LIMIT_S, 0.0
     with kept_memory() if keep else nullcontext():
-        for turn in range(warmup + repeats):
+        for turn in range(warmup + (repeats or REPEATS)):
+            if turn > warmup and spent > limit:
+                break
             first = turn % len(names)
             for name in names[first:] + names[:first]:
                 dist.barrier()
@@ -60,6 +71,7 @@ def interleave(run, contenders, repeats, warmup=2, keep=True):
                     run.synchronize()
                     lap = torch.tensor(time.perf_counter() - begin, device=run.device)
                     dist.all_reduce(lap, op=dist.ReduceOp.MAX)
+                    spent += lap.item()  # the same on all ranks, which so stop together
                     if turn >= warmup:
                         seconds[name].setdefault(phase, []).append(lap.item())
                     begin = time.perf_counter()
@@ -218,7 +230,7 @@ def measure_time(run, reference, parallel, ids, reduce=None):
         key = phase.replace(" + ", "_")
         run.results |= {f"single_{key}_s": alone, f"parallel_{key}_s": together}
     run.say(
-        f"({run.args.repeats} steps of {list(ids.shape)} tokens each, in turns, slowest rank; "
+        f"({len(alone)} steps of {list(ids.shape)} tokens each, in turns, slowest rank; "
         f"{own_threads} thread(s) a rank, {all_threads} for one rank alone)"
     )
     say_if_short(run, alone)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from errors import LIMITS
 from loading import UserError
-from measuring import measure_memory, measure_time
+from measuring import REPEATS_HELP, measure_memory, measure_time
 from sharding import all_gather, shard_of
 from wider import wider_copy
 
@@ -44,12 +44,7 @@ def add_model_flags(parser):
     add("--seq-len", type=positive, default=64, help="tokens a sequence; default 64")
     add("--prompt", default="A quick brown fox", help="text to continue; default '%(default)s'")
     add("--new-tokens", type=positive, default=10, help="tokens to continue it by; default 10")
-    add(
-        "--repeats",
-        type=natural,
-        default=7,
-        help="timed steps of each contender, after 2 to warm up; 0: measure nothing; default 7",
-    )
+    add("--repeats", type=natural, help=REPEATS_HELP)
 
 
 def own_loss(model, labels, **inputs):
@@ -79,7 +74,7 @@ def show_model(run, parallelize, loss=own_loss, whole=("norm",), also=None, redu
     if also:
         also(tokenizer, prompt, batch, parallel, references)
     del references
-    if args.repeats > 0:
+    if args.repeats != 0:
         measure_time(run, reference, parallel, batch[0], reduce)
         del reference, parallel
         measure_memory(run, source, parallelize, batch[0], reduce)

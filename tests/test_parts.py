@@ -7,6 +7,7 @@ import json
 import os
 import re
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -251,6 +252,19 @@ def test_settings_are_put_back():
         assert torch.get_num_threads() == threads
         assert mapped_blocks(40 * 2**20) == 1  # not so under `kept_memory`
         assert mapped_blocks(100 * 1024) == 0  # not so under `limited_memory`
+
+
+@pytest.mark.parametrize(("repeats", "limit", "turns"), [(None, 60, 7), (None, 0, 1), (3, 0, 3)])
+def test_timed_turns(repeats, limit, turns, monkeypatch):
+    """As many as are asked for; if none are, as many as there is time for."""
+    alone = SimpleNamespace(
+        barrier=lambda: None, all_reduce=lambda *_, **__: None, ReduceOp=torch.distributed.ReduceOp
+    )
+    monkeypatch.setattr(measuring, "dist", alone)
+    monkeypatch.setattr(measuring, "LIMIT_S", limit)
+    run = SimpleNamespace(device=CPU, synchronize=lambda: None)
+    seconds = measuring.interleave(run, {"one": lambda: iter(["step"])}, repeats)
+    assert len(seconds["one"]["step"]) == turns
 
 
 def sources():
