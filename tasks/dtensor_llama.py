@@ -43,13 +43,16 @@ from utils import (
     UserError,
     add_model_flags,
     check_continuation,
+    check_ids,
     check_overfitting,
     fill,
     hf_generate,
     keep_shard,
     local_part,
     make_parser,
+    next_tokens,
     positive,
+    refuse_as_whole,
     shard_of,
     share_heads,
     show_model,
@@ -98,10 +101,14 @@ class VocabularyRows(ParallelStyle):
         rows = distribute_tensor(module.weight, mesh, [Shard(0)])
         module.weight = nn.Parameter(rows, requires_grad=module.weight.requires_grad)
         first, end = shard_of(module.weight)[1:]
+        words = len(module.weight)
+        if (mesh.size() - 1) * -(-words // mesh.size()) >= words:  # equal chunks, the last short
+            raise UserError(f"{mesh.size()} ranks share {words} words: some have none; fewer ranks")
         padding = module.padding_idx  # its row gets no gradient
         padding = padding - first if padding is not None and first <= padding < end else None
 
         def forward(ids):
+            check_ids(ids, module.weight.shape[0])
             elsewhere = (ids < first) | (ids >= end)
             weight = module.weight.to_local(grad_placements=[Shard(0)])
             rows = F.embedding((ids - first).masked_fill(elsewhere, 0), weight, padding)
@@ -141,10 +148,12 @@ def dtensor_parallelize(model, mesh, plan=PLAN):
     plan: {module name, * for any: ParallelStyle}. KV heads that do not divide by the ranks, and
     ranks that are more than KV heads, are taken care of (`WholeHeads`). The model is used as
     before: logits come out whole, unless `labels` are given: then `output.logits` stays a DTensor,
-    split over the vocabulary. Works on a model without memory (device meta) too.
-    Raises UserError for more ranks than query heads, and for a plan that does not fit the model.
+    split over the vocabulary (see `split_loss`). Works on a model without memory (device meta) too.
+    Raises UserError for more ranks than query heads or words, and for a plan that does not fit the
+    model, ValueError for a model that is split already.
     Source: torch.distributed.tensor.parallel; Megatron-LM, arXiv 1909.08053, section 3.
     """
+    refuse_as_whole(model)
     ranks, config = mesh.size(), model.config
     if config.num_key_value_heads % ranks:
         plan = plan | plan_whole_heads(model, mesh)
@@ -220,19 +229,22 @@ def plan_whole_heads(model, mesh):
 
 
 def split_loss(
-    logits, labels, ignore_index=-100, num_items_in_batch=None, shift_labels=None, **kwargs
-):
+    logits, labels, vocab_size, ignore_index=-100, num_items_in_batch=None, shift_labels=None,
+    **kwargs,
+):  # fmt: skip
     """Mean next-token loss of DTensor logits (B, S, V), split by the vocabulary.
 
     Takes the place of Hugging Face's loss, with its arguments; labels (B, S) are shifted here.
-    Under `loss_parallel`, where its backward must be too, the logits are never made whole. Raises
-    ValueError for `shift_labels`, labels that are shifted already.
+    Under `loss_parallel`, where its backward must be too, the logits are never made whole; without
+    it they are. Raises ValueError for `shift_labels`, labels that are shifted already, and as
+    `next_tokens` does.
     """
     if shift_labels is not None:
         raise ValueError("shift_labels: not under tensor parallelism, labels are shifted here")
-    targets = F.pad(labels, (0, 1), value=ignore_index)[:, 1:].flatten()
+    targets = next_tokens(labels, logits.shape[:2], vocab_size, ignore_index).flatten()
     logits = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
-    total = F.cross_entropy(logits, targets, ignore_index=ignore_index, reduction="sum")
+    everywhere = DTensor.from_local(targets, logits.device_mesh, [Replicate()])
+    total = F.cross_entropy(logits, everywhere, ignore_index=ignore_index, reduction="sum")
     count = (targets != ignore_index).sum().clamp(min=1)
     # Every rank has the loss itself, and starts its backward from the whole of it.
     total = total.redistribute(placements=[Replicate()]).to_local(grad_placements=[Replicate()])

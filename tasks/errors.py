@@ -26,6 +26,7 @@ n values give, 1 / sqrt(n) of their rms, or a 24th, for errors are not quite ind
 """
 
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 
@@ -34,6 +35,7 @@ import torch
 LIMITS = {"rms": 8.0, "row": 16.0, "column": 16.0, "max": 16.0}
 LIMITS |= {"scale": 16.0, "row scale": 32.0, "column scale": 32.0}
 WHOLE = "rms", "max", "scale"  # one number a tensor
+OF_ROUNDING = " of rounding"
 FEW = 8  # values; a mean square over fewer says nothing that the largest value does not
 CHUNK = 2**22
 
@@ -97,13 +99,25 @@ def scales(means, number):
 
 
 def worst_relative(many):
-    """{kind: the largest error of a reference, of those of `many`, as a share of its values'}."""
-    relative = {
-        kind: [(of[kind][1] / of[kind][2]).item() for of in (errors.norms for errors in many)
-               if kind in of and of[kind][2] > 0]
-        for kind in WHOLE
-    }  # fmt: skip
-    return {kind: max(shares, default=0.0) for kind, shares in relative.items()}
+    """{kind: the largest error of a reference, of those of `many`, as a share of its values'}.
+
+    Of what should be zero, and is rounding, the error is many times the values: such tensors are
+    apart, {kind + " of rounding": ...}, for they would allow the others everything.
+    """
+    worst = {kind + apart: 0.0 for kind in WHOLE for apart in ("", OF_ROUNDING)}
+    for errors in many:
+        for kind in errors.norms.keys() & set(WHOLE):
+            _, reference, size = errors.norms[kind]
+            if size > 0:
+                key = kind + OF_ROUNDING * is_rounding(errors)
+                worst[key] = max(worst[key], (reference / size).item())
+    return worst
+
+
+def is_rounding(errors):
+    """Whether the reference is a hundred times as far off as the values are large."""
+    _, reference, size = errors.norms["rms"]
+    return (reference > 100 * size).item()
 
 
 def judge(many, dtype, worst):
@@ -113,12 +127,13 @@ def judge(many, dtype, worst):
     all ranks. dtype: the run's. Of rows and columns the nearest to its limit; part is its index.
     """
     unit = torch.finfo(dtype).eps / 2
-    for kind, limit in LIMITS.items():
+    apart = [is_rounding(errors) for errors in many]
+    for (kind, limit), rounding in product(LIMITS.items(), (False, True)):
         own = [(number, errors.norms[kind]) for number, errors in enumerate(many)
-               if kind in errors.norms]  # fmt: skip
+               if kind in errors.norms and apart[number] == rounding]  # fmt: skip
         if not own:
             continue
-        usual = worst.get(kind)
+        usual = worst.get(kind + OF_ROUNDING * rounding)
         if usual is None:
             norms = torch.cat([norm for _, norm in own], dim=1)
             relative = (norms[1] / norms[2])[norms[2] > 0].sort().values

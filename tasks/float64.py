@@ -1,5 +1,6 @@
 """Hugging Face's Llama has float32 parts whatever its dtype; here they are made float64, too."""
 
+import torch
 from torch import nn
 
 
@@ -14,9 +15,29 @@ def compute_in_float64(model):
         if type(module).__name__ == "LlamaRMSNorm":
             norm = nn.RMSNorm(module.weight.shape, eps=module.variance_epsilon, device="meta")
             norm.weight = module.weight
+            x = torch.linspace(-1, 1, norm.weight.numel()) * torch.tensor([[1.0], [1e-3]])
+            same_function(norm, module, x.to(norm.weight))
             setattr(parent, name.rpartition(".")[2], norm)
         elif type(module).__name__ == "LlamaRotaryEmbedding" and not isinstance(parent, Rotary64):
-            setattr(parent, name.rpartition(".")[2], Rotary64(module))
+            rotary = Rotary64(module)
+            if module.inv_freq.device.type != "meta":
+                x = torch.zeros((), device=module.inv_freq.device)
+                same_function(rotary, module, x, torch.arange(8, device=x.device)[None])
+            setattr(parent, name.rpartition(".")[2], rotary)
+
+
+def same_function(ours, module, *args):
+    """RuntimeError if what takes the place of `module` gives something else, beyond rounding.
+
+    Else a mistake here would be in all float64 results alike; and in float32, where the tolerance
+    comes from the distance to float64, it would allow everything.
+    """
+    with torch.no_grad():
+        results = ours(*args), module(*args)
+    pairs = zip(*(r if isinstance(r, tuple) else (r,) for r in results), strict=True)
+    for a, b in pairs:
+        if b.device.type != "meta" and (a - b).abs().max() > 1e-4 * b.abs().max():
+            raise RuntimeError(f"{type(module).__name__}: in float64 it is another function")
 
 
 class Rotary64(nn.Module):

@@ -286,6 +286,9 @@ def read_settings(directory):
     # a result: transformers rounds to it unasked.
     for name in ("dtype", "torch_dtype"):
         settings.pop(name, None)
+    # As are outputs that are tuples, or hold more, unasked.
+    for name in ("return_dict", "use_return_dict", "output_hidden_states", "output_attentions"):
+        settings.pop(name, None)
     # The one compatibility spot: transformers 5 writes the rotary settings as one dict, which
     # transformers 4 would not read.
     rope = settings.pop("rope_parameters", None)

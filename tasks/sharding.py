@@ -239,6 +239,40 @@ def with_whole_logits(whole):
     return hook
 
 
+def refuse_as_whole(model):
+    """A model of slices says no where it would be taken for a whole one: to save it, or split it.
+
+    Raises ValueError for a model that is split already.
+    """
+    if "save_pretrained" in vars(model):
+        raise ValueError("this model is tensor-parallel already")
+
+    def save_pretrained(*_, **__):
+        raise ValueError("save_pretrained: each rank has slices only; save the model before")
+
+    model.save_pretrained = save_pretrained
+
+
+def check_ids(ids, vocab_size):
+    """IndexError for ids that no rank has, as from a whole embedding; else they would count as 0.
+
+    On a GPU the device asserts it, as ever, and nobody waits for it.
+    """
+    F.embedding(ids, torch.zeros((), device=ids.device).expand(vocab_size, 1))
+
+
+def next_tokens(labels, size, vocab_size, ignore_index=-100):
+    """Labels (B, S), shifted: the target of each of `size` tokens; the last has none.
+
+    Raises ValueError for labels that are not `size`, and IndexError as `check_ids` does.
+    """
+    if labels.shape != size:
+        raise ValueError(f"labels are {list(labels.shape)}, of tokens that are {list(size)}")
+    targets = F.pad(labels, (0, 1), value=ignore_index)[:, 1:]
+    check_ids(targets.masked_fill(targets == ignore_index, 0), vocab_size)
+    return targets
+
+
 class SharedLinear(nn.Linear):
     """A linear layer that several ranks hold whole, each using its output for other heads.
 

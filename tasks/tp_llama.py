@@ -33,13 +33,17 @@ from torch.autograd.function import once_differentiable
 
 from utils import (
     SharedLinear,
+    UserError,
     add_model_flags,
     all_gather,
+    check_ids,
     copy_to_ranks,
     gather_shares,
     keep_shard,
     make_parser,
+    next_tokens,
     plain_loss,
+    refuse_as_whole,
     share,
     share_heads,
     show_model,
@@ -68,9 +72,11 @@ def tensor_parallelize(model, group, vocab_parallel=True):
     `share_heads`). The model is used as before: logits come out whole, gathered from the ranks,
     unless `labels` are given: then the loss is computed from the split logits, and
     `output.logits` is this rank's (B, S, V/P). Works on a model without memory (device meta) too.
-    Raises UserError for more ranks than query heads.
+    Raises UserError for more ranks than query heads or words, ValueError for a model that is split
+    already.
     Source: Megatron-LM, arXiv 1909.08053, section 3.
     """
+    refuse_as_whole(model)
     rank, ranks = group.rank(), group.size()
     D = model.model.layers[0].self_attn.head_dim
     num_heads, num_kv_heads = model.config.num_attention_heads, model.config.num_key_value_heads
@@ -109,6 +115,8 @@ def tensor_parallelize(model, group, vocab_parallel=True):
                 last.bias = None  # it must enter the sum over ranks once: rank 0 adds it
 
     if vocab_parallel:
+        if model.config.vocab_size < ranks:
+            raise UserError(f"{ranks} ranks share {model.config.vocab_size} words: fewer ranks")
         rows = share(model.config.vocab_size, ranks, rank)
         embedding, head = model.model.embed_tokens, model.lm_head
         tied = head.weight is embedding.weight
@@ -119,6 +127,7 @@ def tensor_parallelize(model, group, vocab_parallel=True):
             keep_shard(head, 0, *rows)
         embedding.__class__ = VocabParallelEmbedding
         embedding.rows, embedding.group = rows, group
+        embedding.vocab_size = model.config.vocab_size
         head.register_forward_pre_hook(f, with_kwargs=True)
         model.loss_function = partial(vocab_parallel_loss, rows=rows, group=group)
         gather = partial(gather_shares, dim=-1, size=model.config.vocab_size, group=group)
@@ -131,6 +140,7 @@ class VocabParallelEmbedding(nn.Embedding):
 
     def forward(self, ids):
         """ids (B, S) -> (B, S, H): zeros where the row is another rank's, then g."""
+        check_ids(ids, self.vocab_size)
         first, end = self.rows
         elsewhere = (ids < first) | (ids >= end)
         padding = self.padding_idx  # this token's row gets no gradient, in the whole model too
@@ -173,19 +183,19 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 
 
 def vocab_parallel_loss(
-    logits, labels, rows, group, ignore_index=-100, num_items_in_batch=None, shift_labels=None,
-    **kwargs,
+    logits, labels, vocab_size, rows, group, ignore_index=-100, num_items_in_batch=None,
+    shift_labels=None, **kwargs,
 ):  # fmt: skip
     """Mean next-token loss, the same on all ranks, from logits (B, S, V/P) and labels (B, S).
 
     Takes the place of Hugging Face's loss: labels are the input tokens and are shifted here,
     `ignore_index` marks tokens without loss, and the mean is over the rest or, as its Trainer
     wants it, over `num_items_in_batch`. Without any valid label the loss is 0. Raises ValueError
-    for `shift_labels`, labels that are shifted already.
+    for `shift_labels`, labels that are shifted already, and as `next_tokens` does.
     """
     if shift_labels is not None:
         raise ValueError("shift_labels: not under tensor parallelism, labels are shifted here")
-    targets = F.pad(labels, (0, 1), value=ignore_index)[:, 1:].flatten()
+    targets = next_tokens(labels, logits.shape[:2], vocab_size, ignore_index).flatten()
     losses = VocabParallelCrossEntropy.apply(logits.flatten(0, 1), targets, rows, group)
     valid = targets != ignore_index
     count = valid.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch

@@ -241,6 +241,8 @@ def main():
     args.lr = args.lr or LR[args.peft]
     args.num_sequences = args.num_sequences or args.batch_size
     args.long_sequence &= not args.gradient_checkpointing
+    if args.selective_checkpoint and args.gradient_checkpointing:
+        parser.error("--selective-checkpoint and --gradient-checkpointing exclude each other")
     if args.resume and args.output_dir is None:
         parser.error("--resume needs --output-dir")
     with start(args) as run:

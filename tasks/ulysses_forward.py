@@ -40,9 +40,11 @@ from utils import (
     all_reduce_,
     bytes_sent,
     check_continuation,
+    check_ids,
     gather_shares,
     hf_generate,
     make_parser,
+    next_tokens,
     share,
     share_heads,
     show_model,
@@ -167,6 +169,10 @@ class SequenceParallelLlama(LlamaForCausalLM):
         if attention_mask is None and position_ids is not None and (position_ids.diff() != 1).any():
             raise ValueError("position_ids that jump are packed sequences, which are not supported")
         ids = input_ids if inputs_embeds is None else inputs_embeds
+        if inputs_embeds is None:
+            check_ids(ids, self.config.vocab_size)  # on all ranks, so that all raise
+        if labels is not None:
+            targets = next_tokens(labels, ids.shape[:2], self.config.vocab_size)
         rank, ranks, S = self.group.rank(), self.group.size(), ids.shape[1]
         length = max(S, ranks)  # each rank needs a token; what is added on the right, nobody sees
         first, stop = share(length, ranks, rank)
@@ -192,8 +198,8 @@ class SequenceParallelLlama(LlamaForCausalLM):
         if labels is None:
             output.logits = gather_shares(output.logits, 1, length, self.group)[:, :S]
         else:
-            targets = F.pad(labels, (0, 1), value=-100)[:, 1:]  # shifted before they are split:
-            loss = sum_of_losses(output.logits, mine(targets, -100))  # the next may be elsewhere
+            # The labels were shifted before they are split: the next may be another rank's.
+            loss = sum_of_losses(output.logits, mine(targets, -100))
             if num_items_in_batch is None:
                 num_items_in_batch = (targets != -100).sum().clamp(min=1)
             output.loss = sum_over_ranks(loss, self.group) / num_items_in_batch

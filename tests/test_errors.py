@@ -6,8 +6,10 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import errors
+import float64
 import launch
 from comparing import Comparison
 from errors import judge, measure, worst_relative
@@ -57,6 +59,35 @@ def test_few_tokens():
     numbers[0], of_reference[0] = 1e-7, 0.0  # almost nothing; the reference is right
     runs = [(numbers + 1e-6 * error).outer(exact) for error in (of_run, of_reference, 0.0)]
     assert share(runs) > 1 > share(runs, parts=False)
+
+
+def test_rounding_hides_nothing():
+    """A gradient that should be zero, and is rounding: others of its kind are held as ever."""
+    actual, reference, exact = three(30, 40, seed=1)
+    noise = three(30, 40, noise=1e-9, size=1e-17)
+    assert share((actual, reference, exact), noise) < 1
+    assert share((-exact, reference, exact), noise) > 1
+    assert share((actual, reference, exact), (noise[0] * 30, *noise[1:])) > 1
+
+
+@pytest.mark.parametrize("what", ["norm", "RoPE"])
+def test_float64_is_the_same_function(what, monkeypatch):
+    """A mistake there would be in both sides of float64, and allow float32 everything."""
+    model = LlamaForCausalLM(LlamaConfig(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
+        intermediate_size=8, vocab_size=10,
+    ))  # fmt: skip
+    compute_in_float64(copy.deepcopy(model).double())
+    if what == "norm":
+        norm = torch.nn.RMSNorm
+        monkeypatch.setattr(float64.nn, "RMSNorm", lambda *args, eps, **more: norm(*args, **more))
+    else:
+        turn = float64.Rotary64.forward
+        monkeypatch.setattr(
+            float64.Rotary64, "forward", lambda *args: tuple(1.01 * x for x in turn(*args))
+        )
+    with pytest.raises(RuntimeError, match="another function"):
+        compute_in_float64(model.double())
 
 
 @pytest.mark.parametrize("shape", [(300, 400), (1, 40), (4, 3), (7,), (1,)])

@@ -218,7 +218,8 @@ BUGS = {
         "count = valid.numel() + 0 * valid.sum()", "loss",
     ),
     "labels are shifted twice": (
-        "tp_llama", 2, "tp_llama.py", "[:, 1:].flatten()", "[:, 1:].roll(-1, 1).flatten()", "loss",
+        "tp_llama", 2, "tp_llama.py", "ignore_index).flatten()",
+        "ignore_index).roll(-1, 1).flatten()", "loss",
     ),
     "gathered logits in the wrong order": (
         "tp_llama", 2, "sharding.py", "pieces = zip(all_gather(padded, group), shares",
@@ -267,8 +268,8 @@ BUGS = {
         "(targets == targets).sum()", "loss",
     ),
     "the plan's labels are shifted twice": (
-        "dtensor_llama", 2, "dtensor_llama.py", "[:, 1:].flatten()",
-        "[:, 1:].roll(-1, 1).flatten()", "loss",
+        "dtensor_llama", 2, "dtensor_llama.py", "ignore_index).flatten()",
+        "ignore_index).roll(-1, 1).flatten()", "loss",
     ),
     "whole logits' gradients are summed": (
         "dtensor_llama", 2, "dtensor_llama.py",
@@ -360,8 +361,8 @@ BUGS = {
         "all_reduce_(flat.div_(group.size()), group)", "grad",
     ),
     "the split sequence's labels are shifted twice": (
-        "ulysses_forward", 2, "ulysses_forward.py", "(labels, (0, 1), value=-100)[:, 1:]",
-        "(labels, (0, 2), value=-100)[:, 2:]", "loss",
+        "ulysses_forward", 2, "ulysses_forward.py", "mine(targets, -100))",
+        "mine(targets.roll(-1, 1), -100))", "loss",
     ),
     "labels are shifted after they are split": (
         "ulysses_forward", 2, "ulysses_forward.py", "mine(targets, -100))",
@@ -644,6 +645,24 @@ BUGS = {
     "the example's ranks differ in the last bit": (
         "tp_attention --shapes example", 2, "sharding.py", "return all_reduce(x, group)",
         "return all_reduce(x, group) * (1 + 2e-7 * group.rank())", "example output, same bits",
+    ),
+    "a static cache has a stale entry": (
+        "kv_cache", 2, "kv_cache.py", "    caches, results = {}, {}\n",
+        """    caches, results = {}, {}
+    from transformers.cache_utils import StaticLayer
+    update = StaticLayer.update
+
+    def stale(layer, *args, **kwargs):
+        keys, values = update(layer, *args, **kwargs)
+        layer.values[:, 0, :2] = layer.values[:, 0, 1:3].clone()
+        return keys, values
+
+    StaticLayer.update = stale
+""", "cached keys and values|cached logits|generated tokens by hand-made, cached, static",
+    ),
+    "the last layer's bias is on no rank": (
+        "tp_llama", 2, "tp_llama.py", "            if rank != 0:",
+        "            if rank != 0 or layer is model.model.layers[-1]:", "nothing left out",
     ),
     "twice the bytes are expected": (
         "kv_cache", 2, "kv_cache.py", "formula = 2 * config", "formula = 4 * config",

@@ -285,6 +285,14 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from dtensor_llama import dtensor_parallelize
 from tp_llama import tensor_parallelize
 
+def refused(call, error, words):
+    try:
+        call()
+    except error as said:
+        assert words in str(said), said
+    else:
+        raise AssertionError(words)
+
 if __name__ == "__main__":
     dist.init_process_group("gloo")
     model = LlamaForCausalLM.from_pretrained({model!r}).float()
@@ -303,13 +311,25 @@ if __name__ == "__main__":
     many = [m.generate(ids, max_new_tokens=12, do_sample=False) for m in (model, whole)]
     assert torch.equal(*many), many
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for m in (model, dtensor_parallelize(copy.deepcopy(whole), mesh)):
-        try:
-            m(ids, labels=ids, shift_labels=ids)  # Hugging Face's newer loss takes them shifted
-        except ValueError as error:
-            assert "shift_labels" in str(error)
-        else:
-            raise AssertionError("shift_labels are swallowed")
+    by_plan = dtensor_parallelize(copy.deepcopy(whole), mesh)
+    for m in (whole, by_plan, model):  # by_plan without loss_parallel
+        m(ids, labels=ids).loss.backward()
+    norm, *others = (m.model.norm.weight.grad for m in (whole, by_plan, model))
+    for grad in others:
+        torch.testing.assert_close(grad, norm, rtol=0, atol=1e-5 * norm.abs().max().item())
+    beyond = ids.clone()
+    beyond[0, -1] = whole.config.vocab_size
+    for m in (model, by_plan):
+        for error, words, wrong in (
+            (ValueError, "shift_labels", dict(labels=ids, shift_labels=ids)),
+            (ValueError, "labels", dict(labels=ids[:, 1:])),
+            (IndexError, "out of range", dict(labels=beyond)),
+            (IndexError, "out of range", dict(input_ids=beyond)),
+        ):
+            refused(lambda: m(**dict(input_ids=ids) | wrong), error, words)
+        refused(lambda: m.save_pretrained("nowhere"), ValueError, "save_pretrained")
+    refused(lambda: tensor_parallelize(model, dist.group.WORLD), ValueError, "already")
+    refused(lambda: dtensor_parallelize(by_plan, mesh), ValueError, "already")
     dist.destroy_process_group()
     print("lifted")
 """
@@ -345,7 +365,12 @@ if __name__ == "__main__":
     many = [m.generate(**batch, max_new_tokens=12, do_sample=False) for m in (model, whole)]
     assert torch.equal(*many), many
     packed = torch.cat([torch.arange(3), torch.arange(ids.shape[1] - 3)])[None]
+    beyond = ids.clone()
+    beyond[0, -1] = whole.config.vocab_size
     for wrong in (
+        dict(labels=ids[:, 1:]),
+        dict(input_ids=beyond),
+        dict(labels=beyond),
         dict(past_key_values=whole(ids, use_cache=True).past_key_values),
         dict(position_ids=packed),  # Hugging Face takes these for two sequences
         dict(logits_to_keep=torch.tensor([0, 1])),
@@ -353,9 +378,11 @@ if __name__ == "__main__":
         dict(attention_mask=torch.ones(1, 1, ids.shape[1], ids.shape[1])),
     ):
         try:
-            model(ids, **wrong)
+            model(**dict(input_ids=ids) | wrong)
         except ValueError as error:
             assert next(iter(wrong)) in str(error)
+        except IndexError:
+            assert any(x is beyond for x in wrong.values())
         else:
             raise AssertionError(wrong)
     strided = torch.zeros(3, 2, requires_grad=True)
