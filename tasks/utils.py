@@ -152,6 +152,9 @@ def start(args):
     """
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # kill -USR1: where does it hang?
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends a rank that waits, too, and says nothing
+    for stream in sys.stdout, sys.stderr:  # a text or a path that they cannot show ends no job
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
     world_size = read_environment()
     check_writable(args.json)
     if args.deterministic:
