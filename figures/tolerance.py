@@ -217,7 +217,7 @@ def table(whole):
             lines.append(f"| {model} | {dtype} | {' | '.join(cells)} | {checks:,} | {refused} |")
     lines += [
         "",
-        "Smallest error that is refused, in per cent of a part's values (100: doubled), on 2 ranks:",
+        "Smallest error that is refused, in per cent of a part's values (100: double), on 2 ranks:",
         "",
         f"| model | dtype | {' | '.join(WRONG)} |",
         "|---|---|" + "---|" * len(WRONG),
