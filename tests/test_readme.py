@@ -13,7 +13,10 @@ import launch
 sys.path.append(str(launch.ROOT / "figures"))
 import report
 
+PYTHON = r"^```python\n(.*?)^```\n"
 README = (launch.ROOT / "README.md").read_text()
+CODE = re.findall(PYTHON, README, re.M | re.S)
+README = re.sub(PYTHON, "", README, flags=re.M | re.S)
 FENCED = re.findall(r"^```\n(.*?)^```\n(?=(?:```\n(.*?)^```\n)?)", README, re.M | re.S)
 NUMBER = r"(?<![\w.])-?\d[\d,]*\.?\d*(?:e[+-]?\d+)?"
 START = "OMP_NUM_THREADS=1 torchrun --standalone "

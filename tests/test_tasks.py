@@ -9,7 +9,7 @@ import torch
 
 import launch
 from conftest import make_llama
-from test_readme import SHOWN, same
+from test_readme import CODE, SHOWN, same
 
 # Every script there is is run; these flags only keep further runs of some short.
 QUICK = {
@@ -406,7 +406,20 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("code", [LIFTED, LIFTED_ULYSSES], ids=["tp_llama", "ulysses_forward"])
+HEAD = """
+import sys
+import torch
+import torch.distributed as dist
+from transformers import LlamaForCausalLM
+
+path, ids = {model!r}, torch.arange(9)[None]
+"""
+LIFTED_README = HEAD + CODE[0].replace('"parallel_llama/tasks"', "{tasks!r}") + "print('lifted')\n"
+
+
+@pytest.mark.parametrize(
+    "code", [LIFTED, LIFTED_ULYSSES, LIFTED_README], ids=["tp_llama", "ulysses_forward", "README"]
+)
 def test_lifted_out_of_the_repo(code, tmp_path):
     """What an engineer would do: shard an ordinary, loaded model, and use it as before."""
     model = str(launch.TASKS / "tiny_llama")
