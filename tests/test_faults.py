@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 import launch
 import watching
+from conftest import make_llama
 from test_bad_input import DAMAGE, change_tensors
 from test_planted_bugs import plant
 from test_tasks import QUICK
@@ -137,6 +138,15 @@ def test_too_many_ranks(script, odd_llama, tmp_path):
     file = launch.TASKS / f"{script}.py"
     result = launch.ranks(file, "--model", odd_llama, nproc=7, folder=tmp_path)
     result.assert_refused("6 query heads: use 1 to 6 ranks, not 7", 20)
+
+
+@pytest.mark.parametrize(("script", "words"), [("tp_llama", 3), ("dtensor_llama", 9)])
+def test_fewer_words_than_ranks(script, words, tmp_path):
+    """Some rank would have none, of 9 DTensor's fourth: chunks of 3."""
+    model = make_llama(tmp_path / "model", vocab_size=words, pad_token_id=None)
+    file = launch.TASKS / f"{script}.py"
+    result = launch.ranks(file, "--model", model, nproc=4, folder=tmp_path)
+    result.assert_refused(f"4 ranks share {words} words", 20)
 
 
 def test_pickles_are_not_opened(odd_llama, tmp_path):

@@ -418,6 +418,7 @@ BAD_FLAGS = {
     "text is too short": (["--seq-len", 10, "--text", "{}/short.txt"], "but 10 are needed"),
     "sequence of two tokens": (["--peft", "lora", "--seq-len", 2], "too short"),
     "no learning rate": (["--lr", 0], "must be above 0"),
+    "two ways to recompute": (["--selective-checkpoint", "--gradient-checkpointing"], "exclude"),
 }
 
 

@@ -140,6 +140,19 @@ def test_odd_llama(script, nproc, tmp_path, odd_llama, shallow_llama):
         assert any(name.endswith(f" {literal}") for name in names) == (script in LITERAL)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_gradient_that_should_be_zero(dtype, tmp_path):
+    """Of queries and keys where all values are alike: what is computed is rounding, on any rank."""
+    from transformers import LlamaForCausalLM
+
+    directory = make_llama(tmp_path / "model")
+    model = LlamaForCausalLM.from_pretrained(directory)
+    model.model.layers[1].self_attn.v_proj.weight.data.zero_()
+    model.save_pretrained(directory)
+    args = ["--model", directory, "--dtype", dtype, "--repeats", 0]
+    passed(launch.ranks(launch.TASKS / "tp_llama.py", *args, nproc=2, folder=tmp_path), 2)
+
+
 @pytest.mark.parametrize(
     "script",
     [pytest.param(s, marks=STRESS) for s in ("tp_llama", "dtensor_llama", "ulysses_forward")],
