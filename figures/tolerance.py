@@ -55,7 +55,7 @@ WRONG = {
     "a norm's gradient": ("loss: model.layers.*.input_layernorm.weight grad", "all"),
     "the smallest vocabulary row's gradient": ("loss: model.embed_tokens.weight grad", "smallest"),
     "the smallest input gradient of a token": ("loss: input embeddings grad", "smallest"),
-    "a token's logits": ("logits", "smallest"),
+    "the smallest logits of a token": ("logits", "smallest"),
 }
 SIZES = [10 ** (step / 8) for step in range(-64, 9)]
 

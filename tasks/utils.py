@@ -129,8 +129,8 @@ def make_parser(doc, model="tiny"):
     )
     add("--share-gpus", action="store_true", help="more ranks than GPUs: several on each, by gloo, "
         "for NCCL wants one for each rank; default no")  # fmt: skip
-    add("--deterministic", action="store_true", help="on a GPU, too, the same bits each time; "
-        "slower; default no")  # fmt: skip
+    add("--deterministic", action="store_true", help="on a GPU, too, the same bits each time, as "
+        "a CPU gives anyway; slower; default no")  # fmt: skip
     add("--seed", type=seed, default=1337, help="of random weights and inputs; default 1337")
     add("--json", metavar="FILE", type=Path, help="write checks and results there; default none")
     add("--timeout", type=positive, default=600, help="seconds after which a rank that waits for "
