@@ -188,7 +188,8 @@ def record(out, device):
         path = file_of(part, out)
         if path.exists():
             seen.setdefault(str(part.step), {})[part.name] = summary(path)
-            records += [json.loads(path.read_text())] * (path.suffix == ".json")
+            if path.suffix == ".json":
+                records.append(json.loads(path.read_text()))
     data = here_and_now(device, 1) | {
         "device": device, "torch": torch.__version__, "transformers": transformers.__version__,
         "seen": seen,

@@ -122,6 +122,15 @@ class Comparison:
         name = max(shares, key=shares.get, default=None)
         return f"{name} ({shares[name]:.0%} of it)" if name else "none has one"
 
+    def furthest_off(self):
+        """How far the reference itself is off at most, by rms over a tensor, in words; or nothing.
+
+        An error that is much smaller than this is not seen.
+        """
+        shares = {c["name"]: c["own_rms_share"] for c in self.checks if "own_rms_share" in c}
+        name = max(shares, key=shares.get, default=None)
+        return f"; the reference itself is off by up to {shares[name]:.1e} ({name})" if name else ""
+
     def check_same_bits(self, name, tensor):
         """All ranks hold the same bits: what a reduction must give, and what replicas must keep."""
         self.check(name, [(tensor, self.from_rank0(tensor))], tolerance=0.0)
@@ -307,8 +316,8 @@ def nearest_of(many, dtype, worst):
     part = kind if kind in WHOLE else f"{kind.split()[0]} {part}: {kind.partition(' ')[2] or 'rms'}"
     return {"share": share, "max_abs_diff": largest[4], "mean_abs_diff": many[nearest].mean,
             "max_abs_reference": many[nearest].norms["max"][2].item(), "tolerance": largest[5],
-            "own_max_abs_error": many[nearest].own, "times_reference": times,
-            "nearest": (part, *numbers)}  # fmt: skip
+            "own_max_abs_error": many[nearest].own, "own_rms_share": worst["rms"],
+            "times_reference": times, "nearest": (part, *numbers)}  # fmt: skip
 
 
 def share_of(value, bound):

@@ -189,7 +189,8 @@ def start(args):
         assert run.checks, "a script that checks nothing must not pass"
         assert not run.compared, f"without a verdict: {', '.join(run.compared)}"
         run.write_json()
-        run.say(f"{len(run.checks)} checks, nearest to its tolerance: {run.nearest()}")
+        run.say(f"{len(run.checks)} checks, nearest to its tolerance: {run.nearest()}"
+                f"{run.furthest_off()}")  # fmt: skip
         watch.stop()
     except UserError as error:
         fail(error)

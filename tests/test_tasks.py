@@ -38,6 +38,9 @@ def passed(result, nproc):
     assert "FAILED" not in result.out and "Warning" not in result.err, result.tail()
 
 
+LARGEST_ERROR = {"float32": 1e-3, "bfloat16": 0.5, "float64": 1}  # of a reference, by rms
+
+
 def checks(path, nproc, dtype):
     """The record that a script wrote, and its checks; all passed, none missing a number."""
     record = json.loads(path.read_text())
@@ -45,6 +48,8 @@ def checks(path, nproc, dtype):
     assert {"task", "backend", "device", "model", "versions", "results"} <= record.keys()
     for check in record["checks"]:
         assert check["passed"] and 0 <= check["max_abs_diff"] <= check["tolerance"], check
+        # Were the wider reference wrong, the reference would look imprecise, and all be allowed.
+        assert check.get("own_rms_share", 0) < LARGEST_ERROR[dtype], check
     return record, record["checks"]
 
 
