@@ -239,6 +239,32 @@ def test_tolerance_table():
             assert run["smallest_refused"]["a norm's gradient"] < 0.001, run
 
 
+# What a part of `make gpu` leaves, and what is said of it.
+LEAVES = '<testsuite errors="0" failures="0" skipped="1" tests="2"/>', json.dumps({
+    "checks": [{"tolerance": 0.0}, {"tolerance": 1.0, "share": 0.5}], "world_size": 1,
+    "device": "cpu", "backend": "gloo",
+})  # fmt: skip
+SAID = "2 tests, 0 failures, 0 errors, 1 skipped", "2 checks passed on 1 rank(s), cpu (gloo)"
+
+
+def test_steps_of_gpu(tmp_path, monkeypatch, capfd):
+    """Files of all kinds become table and picture; what failed is run again, and no more."""
+    write = "import pathlib, sys; pathlib.Path(sys.argv[2]).write_text({!r}); sys.exit({})"
+
+    def parts(code):
+        for flag, left in zip(("--junitxml", "--json"), LEAVES, strict=True):
+            yield gpu.Part(3, f"of{flag}", ["-c", write.format(left, 0)], json_flag=flag)
+        yield gpu.Part(3, "fails", ["-c", write.format("{}", code)])
+
+    monkeypatch.setattr(gpu, "parts", lambda device: parts(1))
+    assert gpu.drive(3, tmp_path, "cpu") == ["fails"]
+    assert "3 of 3 to run" in capfd.readouterr().out
+    seen, picture = (tmp_path / "gpu.md").read_text(), tmp_path / "gpu.png"
+    assert all(said in seen for said in SAID) and picture.stat().st_size > 10_000
+    assert gpu.drive(3, tmp_path, "cpu") == ["fails"]
+    assert "1 of 3 to run" in capfd.readouterr().out and "fails" not in seen
+
+
 @pytest.mark.stress
 def test_gpu_rehearsal(tmp_path):
     """All steps of `make gpu` on the CPU, by small sizes; a second call has nothing to do."""
