@@ -83,6 +83,8 @@ def parts(device):
         words = [*test, f"shared_gpu and {script}"]
         yield Part(2, f"tests_shared_{script}", words, json_flag="--junitxml")
         words = [f"tasks/{script}.py", *QUICK.get(script, []), *place]
+        if not on_gpu and script == "tp_attention":
+            words += ["--shapes", "model"]  # a CPU may take minutes for the others in bfloat16
         for dtype in DTYPES:
             yield Part(3, f"{script}_{dtype}", [*words, "--dtype", dtype], 1)
         for ranks in (2, 4):
