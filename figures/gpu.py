@@ -28,6 +28,7 @@ import psutil  # noqa: E402
 import torch  # noqa: E402
 import transformers  # noqa: E402
 
+from comparing import OTHERWISE  # noqa: E402
 from loading import Source  # noqa: E402
 from records import attention_flop, here_and_now, launcher  # noqa: E402
 
@@ -222,9 +223,9 @@ def summary(path):
         return ", ".join(f"{count} {name}" for name, count in counts.items())
     data = json.loads(text)
     if "checks" in data:
-        last = max((c for c in data["checks"] if c["tolerance"]), key=lambda c: c["share"])
+        last = max(c["share"] for c in data["checks"] if not c["name"].startswith(OTHERWISE))
         return (f"{len(data['checks'])} checks passed on {data['world_size']} rank(s), "
-                f"{data['device']} ({data['backend']}); nearest {last['share']:.0%}")  # fmt: skip
+                f"{data['device']} ({data['backend']}); nearest {last:.0%}")  # fmt: skip
     if "positions" in data:
         return summary_of_step(data)
     if "prompt_tokens" in data:

@@ -16,6 +16,8 @@ from wider import WIDER, widen
 # of the number of additions: about 1e-14. In float32 and bfloat16 it is measured, see `errors.py`.
 # What should be zero in one layer, and is rounding, may be off by FLOOR of what others have.
 TOLERANCE, FLOOR = 1e-10, 1e-13
+# Checks whose tolerance is not one of rounding: of printed values, and of how far a loss goes down.
+OTHERWISE = "golden", "last loss"
 
 
 class Comparison:
@@ -117,7 +119,7 @@ class Comparison:
         shares = {
             check["name"]: check["share"]
             for check in self.checks
-            if check["tolerance"] and not check["name"].startswith(("golden", "last loss"))
+            if check["tolerance"] and not check["name"].startswith(OTHERWISE)
         }
         name = max(shares, key=shares.get, default=None)
         return f"{name} ({shares[name]:.0%} of it)" if name else "none has one"

@@ -241,10 +241,13 @@ def test_tolerance_table():
 
 # What a part of `make gpu` leaves, and what is said of it.
 LEAVES = '<testsuite errors="0" failures="0" skipped="1" tests="2"/>', json.dumps({
-    "checks": [{"tolerance": 0.0}, {"tolerance": 1.0, "share": 0.5}], "world_size": 1,
+    "checks": [{"name": "golden x", "share": 0.9}, {"name": "y", "share": 0.5}], "world_size": 1,
     "device": "cpu", "backend": "gloo",
 })  # fmt: skip
-SAID = "2 tests, 0 failures, 0 errors, 1 skipped", "2 checks passed on 1 rank(s), cpu (gloo)"
+SAID = (
+    "2 tests, 0 failures, 0 errors, 1 skipped",
+    "2 checks passed on 1 rank(s), cpu (gloo); nearest 50%",
+)
 
 
 def test_steps_of_gpu(tmp_path, monkeypatch, capfd):

@@ -11,6 +11,7 @@ import torch
 import launch
 import smollm2
 import test_smollm2
+from comparing import OTHERWISE
 from loading import Source, cache_folder, read_settings
 from test_tasks import QUICK, WHOLE_MODEL, checks
 
@@ -58,7 +59,7 @@ def test_task(job, dtype, nproc, tmp_path):
     if dtype == "float64":
         for check in every:
             bound = 0 if "bits" in check["name"] else 1e-10 * max(1, check["max_abs_reference"])
-            exempt = check["name"].startswith(("golden", "last loss"))
+            exempt = check["name"].startswith(OTHERWISE)
             assert check["max_abs_diff"] <= bound or exempt, check
     if "--new-tokens" in args and dtype == "float32":
         assert TEXT in result.out, result.tail()
