@@ -254,12 +254,12 @@ def test_steps_of_gpu(tmp_path, monkeypatch, capfd):
     """Files of all kinds become table and picture; what failed is run again, and no more."""
     write = "import pathlib, sys; pathlib.Path(sys.argv[2]).write_text({!r}); sys.exit({})"
 
-    def parts(code):
+    def parts(device):
         for flag, left in zip(("--junitxml", "--json"), LEAVES, strict=True):
             yield gpu.Part(3, f"of{flag}", ["-c", write.format(left, 0)], json_flag=flag)
-        yield gpu.Part(3, "fails", ["-c", write.format("{}", code)])
+        yield gpu.Part(3, "fails", ["-c", write.format("{}", 1)])
 
-    monkeypatch.setattr(gpu, "parts", lambda device: parts(1))
+    monkeypatch.setattr(gpu, "parts", parts)
     assert gpu.drive(3, tmp_path, "cpu") == ["fails"]
     assert "3 of 3 to run" in capfd.readouterr().out
     seen, picture = (tmp_path / "gpu.md").read_text(), tmp_path / "gpu.png"
