@@ -24,6 +24,9 @@ NOTHING = {"c10d::barrier", "_c10d_functional::wait_tensor",
            "_c10d_functional::_wrap_tensor_autograd"}  # fmt: skip
 
 
+METERS = []  # those that count now, for groups that tell them: PyTorch does not see theirs
+
+
 class Meter(TorchDispatchMode):
     """Within it, `sent` adds up what this rank sends to others: of a sum 2 (P-1)/P, as in a ring.
 
@@ -35,28 +38,44 @@ class Meter(TorchDispatchMode):
         super().__init__()
         self.sent = 0.0
 
+    def __enter__(self):
+        METERS.append(self)
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        METERS.remove(self)
+        return super().__exit__(*error)
+
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # first becomes operators of ordinary tensors, which come here
         name = function._schema.name
         if name in SENT:
-            share, at = SENT[name]
-            tensors = args[at] if isinstance(args[at], list) else [args[at]]
-            sent = share(group_of(args).size()) * sum(t.nbytes for t in tensors)
-            self.count(name, tensors[0], sent)
+            at = SENT[name][1]
+            self.see(group_of(args), name, args[at] if isinstance(args[at], list) else [args[at]])
         elif name in SPLIT:
             at, splits = SPLIT[name]
-            group, tensor, pieces = group_of(args), args[at], args[splits]
-            pieces = pieces or [len(tensor) // group.size()] * group.size()
-            others = sum(pieces) - pieces[group.rank()]
-            self.count(name, tensor, others * tensor[:1].nbytes)
+            self.see(group_of(args), name, [args[at]], args[splits])
         elif name.startswith(("c10d::", "_c10d_functional::")) and name not in NOTHING:
             raise NotImplementedError(f"{name}: it is not known what this sends")
         return function(*args, **(kwargs or {}))
 
+    def see(self, group, name, tensors, pieces=None):
+        if not hasattr(group, "tell"):
+            self.count(name, tensors[0], bytes_of(group, name, tensors, pieces))
+
     def count(self, name, tensor, sent):
         """A collective, by its operator's name, which takes a tensor and sends some bytes."""
         self.sent += sent
+
+
+def bytes_of(group, name, tensors, pieces=None):
+    """Bytes that this rank sends. pieces: rows for each rank of an all-to-all; empty: all alike."""
+    if name in SENT:
+        return SENT[name][0](group.size()) * sum(tensor.nbytes for tensor in tensors)
+    (tensor,) = tensors
+    pieces = pieces or [len(tensor) // group.size()] * group.size()
+    return (sum(pieces) - pieces[group.rank()]) * tensor[:1].nbytes
 
 
 def group_of(args):

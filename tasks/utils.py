@@ -67,6 +67,7 @@ from sharding import (  # noqa: F401
     sum_over_ranks,
     with_whole_logits,
 )
+from shared_memory import choose_backend
 from starting import (
     agree,
     check_writable,
@@ -129,6 +130,8 @@ def make_parser(doc, model="tiny"):
     )
     add("--share-gpus", action="store_true", help="more ranks than GPUs: several on each, by gloo, "
         "for NCCL wants one for each rank; default no")  # fmt: skip
+    add("--gloo", action="store_true", help="on a CPU, talk by gloo, also where all ranks are on one "
+        "machine and could by shared memory; default no")  # fmt: skip
     add("--deterministic", action="store_true", help="on a GPU, too, the same bits each time, as "
         "a CPU gives anyway; slower; default no")  # fmt: skip
     add("--seed", type=seed, default=1337, help="of random weights and inputs; default 1337")
@@ -168,20 +171,20 @@ def start(args):
         notice = notice or "1 rank: nothing is split; start more with torchrun --nproc_per_node"
     else:
         store, rank = join_store()
-    notes = [notice, *agree(store, rank, world_size, args, device)]
+    notes, one_machine = agree(store, rank, world_size, args, device)
+    backend = choose_backend(device, args, one_machine)
     watch = Watch(store, rank, world_size, args.timeout)
     try:
-        by_nccl = device.type == "cuda" and not args.share_gpus
         dist.init_process_group(
-            "nccl" if by_nccl else "gloo",
+            backend,
             store=store,
             rank=rank,
             world_size=world_size,
             timeout=datetime.timedelta(seconds=args.timeout + SPARE_S),
-            device_id=device if by_nccl else None,
+            device_id=device if backend == "nccl" else None,
         )
         run = Run(args, device, watch)
-        for note in filter(None, notes):
+        for note in filter(None, [notice, *notes]):
             run.say(f"note: {note}")
         run.print_in_order(f"Initialized rank={rank}")
         run.say(f"model {args.model}, {args.dtype}, on {device.type} ({dist.get_backend()})")
