@@ -6,9 +6,13 @@ reads the others' slots. No second barrier has to tell that all have read: a hal
 in step n + 2, which a rank begins when all counters are at n + 1; and each rank sets its own to
 n + 1 when it has read what it wants of step n.
 
-A collective is a few such steps, and of a long message a few for each piece. Sums add in the order
-of the ranks, so that all get the same bits, each time. A message from one rank to another has two
-slots of its own, in turns, with a counter of those filled and one of those emptied.
+A collective is a few such steps, of a long message a few for each piece. Sums add in the order of
+the ranks, so that all get the same bits, each time; half precision in float32, rounded once. A
+message from one rank to another has two slots of its own, which its receiver reads in place, with a
+counter of those filled and one of those emptied.
+
+The counters tell a rank that waits who has not come, and each rank has left there which process it
+is, and when it last waited: so one that hangs, or has ended, is named without asking anyone.
 
 On x86 other processors see stores in the order in which they were made, the data before the
 counter. Elsewhere a fence would have to be between them, and Python has none: gloo is used there.
@@ -21,22 +25,36 @@ import os
 import platform
 import time
 from collections import deque
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
+import psutil
 import torch
 import torch.distributed as dist
 
 from traffic import METERS, bytes_of
 
-NAME = "shared"
-WAITING = []  # groups with messages on their way, which go on while a rank waits for anything
+NAME = "shared_memory"
 SLOT = 2**20  # bytes that a rank can give in one step
 SMALL = 2**15  # of a sum of so many bytes each rank adds all, not a share, in one step, not two
-LINE = 8  # counters of 8 bytes a cache line: no two ranks write into one
+LINE = 8  # words of 8 bytes in a cache line: no two ranks write into one
+SAID, BEAT, PROCESS = 1, 3, 4  # what is in a rank's line behind its counter
+TAG = 3  # and in a pair's, behind SAID; of these two there are two, of two steps in turns
+SPIN_S, YIELD_S, LOOK_S = 2e-4, 1e-3, 0.1  # see `until`
 REDUCE = [(dist.ReduceOp.SUM, torch.add), (dist.ReduceOp.PRODUCT, torch.mul),
           (dist.ReduceOp.MIN, torch.minimum), (dist.ReduceOp.MAX, torch.maximum)]  # fmt: skip
 KINDS = ["barrier", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"]
-HASTE, NAP_S = 2000, 5e-5
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+WAITING = []  # groups with messages on their way, which go on while a rank waits for anything
+
+
+class Missing(dist.DistBackendError):
+    """Ranks that others wait for. late, waiting: those; nobody is named as waiting for one that has
+    ended, since that is seen by whoever looks first."""
+
+    def __init__(self, said, late, waiting=()):
+        super().__init__(said)
+        self.late, self.waiting = late, waiting
 
 
 class Done(dist._Work):
@@ -60,16 +78,16 @@ class Done(dist._Work):
 class Transfer(dist._Work):
     """A message on its way: a generator, which yields where it has to wait for the other rank."""
 
-    def __init__(self, group, steps):
+    def __init__(self, group, steps, other):
         super().__init__()
-        self.group, self.steps, self.over = group, steps, False
+        self.group, self.steps, self.other, self.over = group, steps, other, False
 
     def is_completed(self):
         self.group.advance()
         return self.over
 
     def wait(self, timeout=None):
-        self.group.until(lambda: self.over)
+        self.group.until(self.is_completed, lambda: [self.other])
         return True
 
 
@@ -81,16 +99,19 @@ class SharedMemory(dist.ProcessGroup):
         self.gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
         self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self.gloo)
         self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-        self.me, self.ranks, self.steps = rank, range(size), 0
-        lines = size + 2 * size * size
-        sizes = [8 * LINE * lines, 2 * size * SLOT, size * size * 2 * SLOT]
-        memory = common_memory(store, rank, size, sum(sizes))
-        counters, slots, boxes = torch.frombuffer(memory, dtype=torch.uint8).split(sizes)
-        self.counters = memoryview(memory)[: sizes[0]].cast("q")
+        self.me, self.ranks, self.steps, self.timeout = rank, range(size), 0, timeout
+        self.crowded = int(os.environ.get("LOCAL_WORLD_SIZE", size)) > CORES
+        self.queues = {}  # of messages on their way, by pair and direction
+        # In words: a line for each rank, two for each pair, and what an all-to-all gives to whom.
+        self.pairs, self.given = LINE * size, LINE * (size + 2 * size * size)
+        words = LINE * math.ceil((self.given + 2 * size * size) / LINE)
+        sizes = [8 * words, 2 * size * SLOT, 2 * size * size * SLOT]
+        with common_memory(store, rank, size, sum(sizes)) as memory:
+            self.words = memoryview(memory)[: sizes[0]].cast("q")
+            self.words[LINE * rank + PROCESS] = os.getpid()
+        _, slots, boxes = torch.frombuffer(memory, dtype=torch.uint8).split(sizes)
         self.slots = [half.split(SLOT) for half in slots.chunk(2)]
         self.boxes = boxes.view(size, size, 2, SLOT)
-        self.queues = {}  # of messages on their way, by pair and direction
-        self.crowded = int(os.environ.get("LOCAL_WORLD_SIZE", size)) > CORES
 
     def getBackendName(self):
         return NAME
@@ -111,7 +132,7 @@ class SharedMemory(dist.ProcessGroup):
         for meter in METERS:
             meter.count(name, tensors[0], bytes_of(self, name, tensors, pieces))
 
-    # ------------------------------------------------ steps
+    # ------------------------------------------------ steps, and waiting
 
     def mine(self):
         """The slot that this rank writes into in its next step."""
@@ -121,17 +142,19 @@ class SharedMemory(dist.ProcessGroup):
         """A step, after `mine` was written: all ranks' slots, until the next step.
 
         kind, nbytes: what this rank believes that all do. Raises RuntimeError where another does
-        something else.
+        something else, and `Missing`.
         """
         self.steps += 1
-        counters, n, line = self.counters, self.steps, LINE * self.me
-        counters[line + 1 + n % 2] = said = KINDS.index(kind) << 56 | nbytes
-        counters[line] = n
+        words, n = self.words, self.steps
+        words[LINE * self.me + SAID + n % 2] = said = KINDS.index(kind) << 56 | nbytes
+        words[LINE * self.me] = n
         for rank in self.ranks:
-            place = LINE * rank
-            if counters[place] < n:
-                self.until(lambda p=place: counters[p] >= n)
-            other = counters[place + 1 + n % 2]
+            if words[LINE * rank] < n:
+                self.until(
+                    lambda counter=LINE * rank: words[counter] >= n,
+                    lambda: [other for other in self.ranks if words[LINE * other] < n],
+                )
+            other = words[LINE * rank + SAID + n % 2]
             if other != said:
                 raise RuntimeError(
                     f"rank {self.me} is in {kind} of {nbytes} bytes, but rank {rank} of this group "
@@ -139,20 +162,47 @@ class SharedMemory(dist.ProcessGroup):
                 )
         return self.slots[n % 2]
 
-    def until(self, condition):
-        """Wait: at first in haste, then giving the core to others, then asleep."""
-        for turn in itertools.count():
-            if condition():
-                return
+    def until(self, condition, late):
+        """Wait: at first in haste, then giving the core to others, then asleep.
+
+        late(): the ranks that it is for. Where ranks are more than cores, haste would keep them.
+        """
+        begin, looked = time.monotonic(), 0.0
+        while not condition():
             for group in list(WAITING):
                 group.advance()
-            if turn == HASTE or self.crowded and not turn:
-                begin = time.monotonic()
-            if turn >= HASTE or self.crowded:
-                if time.monotonic() - begin < 1e-3:
-                    os.sched_yield()
-                else:
-                    time.sleep(NAP_S)
+            waited = time.monotonic() - begin
+            if waited < SPIN_S and not self.crowded:
+                continue
+            if waited < YIELD_S:
+                os.sched_yield()
+                continue
+            if waited - looked > LOOK_S:
+                looked = waited
+                self.look_for(late(), waited)
+            time.sleep(min(max(waited / 100, 5e-5), 1e-3))
+
+    def look_for(self, late, waited):
+        """Say that this rank waits. Raises `Missing` if one of those that it is for has ended, or
+        if it has waited long enough."""
+        world = dist.group.WORLD if isinstance(dist.group.WORLD, SharedMemory) else self
+        if world is not self:
+            late = [dist.get_process_group_ranks(self)[rank] for rank in late]
+        words, now = world.words, time.monotonic_ns()
+        words[LINE * world.me + BEAT] = now
+        ended = [rank for rank in late if has_ended(words[LINE * rank + PROCESS])]
+        if ended:
+            raise Missing(f"rank {in_words(ended)} has ended", ended)
+        limit = self.timeout.total_seconds()
+        if waited > limit:
+            waiting = [r for r in world.ranks if now - words[LINE * r + BEAT] < limit * 1e9 / 2]
+            # Those late may themselves wait for others, in other groups.
+            hanging = [rank for rank in world.ranks if rank not in waiting]
+            late = [rank for rank in late if rank in hanging] or hanging
+            if not late:
+                raise RuntimeError(f"rank {world.me} and all others wait, each for something else")
+            raise Missing(f"rank {in_words(late)} did not come, in {limit:g} s, to what rank "
+                          f"{in_words(waiting)} waited for", late, waiting)  # fmt: skip
 
     # ------------------------------------------------ collectives
 
@@ -174,9 +224,8 @@ class SharedMemory(dist.ProcessGroup):
         return Done(tensors)
 
     def allreduce(self, tensors, opts):
-        op = operator_of(opts)
         self.tell("c10d::allreduce_", tensors)
-        if op is None:
+        if (op := operator_of(opts)) is None:
             return self.gloo.allreduce(tensors, opts)
         for tensor in tensors:
             flat = flatten(tensor)
@@ -185,132 +234,117 @@ class SharedMemory(dist.ProcessGroup):
             give_back(flat, tensor)
         return Done(tensors)
 
-    def allreduce_coalesced(self, tensors, opts):
-        return self.allreduce(tensors, opts)
-
     def reduce_piece(self, op, piece, nbytes):
-        mine = view(self.mine(), piece)
-        mine.copy_(piece)
-        parts = [view(slot, piece) for slot in self.meet("all_reduce", nbytes)]
+        as_typed(self.mine(), piece).copy_(piece)
+        parts = [as_typed(slot, piece) for slot in self.meet("all_reduce", nbytes)]
         if piece.nbytes <= SMALL:
-            reduce_into(op, parts, piece)
+            reduce_into(piece, op, parts)
             return
-        bounds = [rank * len(piece) // len(self.ranks) for rank in (*self.ranks, len(self.ranks))]
-        shares = [slice(*pair) for pair in itertools.pairwise(bounds)]
-        own = shares[self.me]
-        reduce_into(op, [part[own] for part in parts], view(self.mine(), piece)[own])
-        slots = self.meet("all_reduce", nbytes)
-        for share, slot in zip(shares, slots, strict=True):
-            piece[share].copy_(view(slot, piece)[share])
+        P = len(parts)
+        cuts = [rank * len(piece) // P for rank in range(1, P)]
+        own = [part.tensor_split(cuts)[self.me] for part in parts]
+        reduce_into(as_typed(self.mine(), piece).tensor_split(cuts)[self.me], op, own)
+        sums = self.meet("all_reduce", nbytes)
+        for rank, share in enumerate(piece.tensor_split(cuts)):
+            share.copy_(as_typed(sums[rank], piece).tensor_split(cuts)[rank])
 
     def _allgather_base(self, output, tensor, opts=None):
-        self.gather([flatten_out(part) for part in output.chunk(len(self.ranks))], tensor)
+        self.gather_into(output.view(-1).chunk(len(self.ranks)), tensor)
         return Done([output])
 
     def allgather(self, outputs, tensors, opts=None):
         for parts, tensor in zip(outputs, tensors, strict=True):
             flats = [flatten(part) for part in parts]
-            self.gather(flats, tensor)
+            self.gather_into(flats, tensor)
             for flat, part in zip(flats, parts, strict=True):
                 give_back(flat, part)
         return Done(outputs)
 
-    def all_gather_single_coalesced(self, outputs, tensors, opts=None):
-        for output, tensor in zip(outputs, tensors, strict=True):
-            self._allgather_base(output, tensor)
-        return Done(outputs)
-
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
-
-    def gather(self, outputs, tensor):
+    def gather_into(self, outputs, tensor):
         """outputs: flat, of this tensor's size, of each rank's."""
         self.tell("c10d::_allgather_base_", [tensor])
         flat = flatten(tensor)
         size = SLOT // flat.element_size()
         for piece, *parts in zip(flat.split(size), *(out.split(size) for out in outputs),
                                  strict=True):  # fmt: skip
-            view(self.mine(), piece).copy_(piece)
+            as_typed(self.mine(), piece).copy_(piece)
             slots = self.meet("all_gather", flat.nbytes)
             for part, slot in zip(parts, slots, strict=True):
-                part.copy_(view(slot, piece))
+                part.copy_(as_typed(slot, piece))
 
     def _reduce_scatter_base(self, output, tensor, opts):
-        op = operator_of(opts)
         self.tell("c10d::_reduce_scatter_base_", [tensor])
-        if op is None:
+        if (op := operator_of(opts)) is None:
             return self.gloo._reduce_scatter_base(output, tensor, opts)
-        self.scatter(op, output, flatten(tensor).chunk(len(self.ranks)))
+        flat = flatten(output)
+        size = self.rooms(self.mine())[0].numel() // flat.element_size()
+        parts = [part.split(size) for part in flatten(tensor).chunk(len(self.ranks))]
+        for piece, *given in zip(flat.split(size), *parts, strict=True):
+            for room, part in zip(self.rooms(self.mine()), given, strict=True):
+                as_typed(room, part).copy_(part)
+            slots = self.meet("reduce_scatter", flat.nbytes)
+            reduce_into(piece, op, [as_typed(self.rooms(s)[self.me], piece) for s in slots])
+        give_back(flat, output)
         return Done([output])
 
     def reduce_scatter(self, outputs, tensors, opts):
-        op = operator_of(opts)
-        for parts in tensors:
-            self.tell("c10d::_reduce_scatter_base_", parts)
-        if op is None:
-            return self.gloo.reduce_scatter(outputs, tensors, opts)
         for output, parts in zip(outputs, tensors, strict=True):
-            self.scatter(op, output, [flatten(part) for part in parts])
+            self._reduce_scatter_base(output, torch.stack(parts), opts)
         return Done(outputs)
 
-    def reduce_scatter_single_coalesced(self, outputs, tensors, opts):
-        for output, tensor in zip(outputs, tensors, strict=True):
-            self._reduce_scatter_base(output, tensor, opts)
-        return Done(outputs)
-
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
-
-    def scatter(self, op, output, parts):
-        flat = flatten(output)
-        size = SLOT // len(self.ranks) // flat.element_size()
-        for piece, *inputs in zip(flat.split(size), *(part.split(size) for part in parts),
-                                  strict=True):  # fmt: skip
-            for place, part in zip(self.mine()[: size * len(parts) * flat.element_size()].view(flat.dtype).split(size), inputs, strict=True):
-                place[: len(part)].copy_(part)
-            slots = self.meet("reduce_scatter", flat.nbytes)
-            begin = size * self.me * flat.element_size()
-            reduce_into(op, [view(slot[begin:], piece) for slot in slots], piece)
-        give_back(flat, output)
-
-    def all_to_all_single(self, output, tensor, received, given, opts=None):
-        """Each slot begins with how many bytes its rank has for each: so all know how many steps."""
+    def alltoall_base(self, output, tensor, received, given, opts=None):
+        """What each gives to each is told in the first step: so all know how many there are."""
         self.tell("c10d::alltoall_base_", [tensor], given)
         P, inputs, outputs = len(self.ranks), as_bytes(tensor), as_bytes(output)
-        given, received = (split_bytes(t, sizes, P) for t, sizes in ((tensor, given), (output, received)))
-        head = 8 * max(P, LINE)
-        room = (SLOT - head) // P // 64 * 64
+        given, received = bytes_for_each(tensor, given, P), bytes_for_each(output, received, P)
         sources, targets = inputs.split(given), outputs.split(received)
-        steps, step = 1, 0
+        size, steps, step = self.rooms(self.mine())[0].numel(), 1, 0
+        table = self.given + (self.steps + 1) % 2 * P * P
+        for rank in self.ranks:
+            self.words[table + P * self.me + rank] = given[rank]
         while step < steps:
-            mine, at = self.mine(), slice(step * room, (step + 1) * room)
-            mine[: 8 * P].view(torch.int64).copy_(torch.tensor(given))
-            for rank, source in enumerate(sources):
+            at = slice(step * size, (step + 1) * size)
+            for room, source in zip(self.rooms(self.mine()), sources, strict=True):
                 piece = source[at]
-                mine[head + rank * room :][: len(piece)].copy_(piece)
+                room[: len(piece)].copy_(piece)
             slots = self.meet("all_to_all")
-            sizes = [slot[: 8 * P].view(torch.int64).tolist() for slot in slots]
-            for rank, target in enumerate(targets):
-                if sizes[rank][self.me] != len(target):
-                    raise RuntimeError(f"rank {rank} of this group sends {sizes[rank][self.me]} bytes "
-                                       f"to rank {self.me}, which expects {len(target)}")
+            if not step:
+                steps = math.ceil(max(self.words[table : table + P * P]) / size)
+                for rank in self.ranks:
+                    sent = self.words[table + P * rank + self.me]
+                    self.agree_on(sent, received[rank], rank)
+            for slot, target in zip(slots, targets, strict=True):
                 piece = target[at]
-                piece.copy_(slots[rank][head + self.me * room :][: len(piece)])
-            steps, step = math.ceil(max(map(max, sizes)) / room), step + 1
+                piece.copy_(self.rooms(slot)[self.me][: len(piece)])
+            step += 1
         give_back(outputs, output)
         return Done([output])
 
-    alltoall_base = all_to_all_single
+    all_to_all_single = alltoall_base
+
+    def rooms(self, slot):
+        """A slot in equal pieces, one for each rank."""
+        return slot.split(SLOT // len(self.ranks) // 64 * 64)[: len(self.ranks)]
+
+    def agree_on(self, sent, expected, rank):
+        if sent != expected:
+            raise RuntimeError(f"rank {rank} of this group sends {sent} bytes to rank {self.me}, "
+                               f"which expects {expected}")  # fmt: skip
 
     # ------------------------------------------------ from one rank to another
 
     def send(self, tensors, dst, tag=0):
-        return self.begin(("to", dst), self.push(as_bytes(tensors[0]), dst))
+        return self.begin(("to", dst), self.push(as_bytes(tensors[0]), dst, tag))
 
     def recv(self, tensors, src, tag=0):
-        return self.begin(("from", src), self.pull(tensors[0], src))
+        return self.begin(("from", src), self.pull(tensors[0], src, tag))
+
+    def recv_anysource(self, tensors, tag=0):
+        raise NotImplementedError("to receive from any rank: name one, or use gloo")
 
     def begin(self, key, steps):
         """Messages of a pair go in order: in each queue only the first is on its way."""
-        transfer = Transfer(self, steps)
+        transfer = Transfer(self, steps, key[1])
         self.queues.setdefault(key, deque()).append(transfer)
         if self not in WAITING:
             WAITING.append(self)
@@ -329,34 +363,33 @@ class SharedMemory(dist.ProcessGroup):
 
     def box(self, src, dst):
         """A pair's two slots, and the places of its counters: of those filled, and emptied."""
-        line = LINE * (len(self.ranks) + 2 * (src * len(self.ranks) + dst))
+        line = self.pairs + 2 * LINE * (src * len(self.ranks) + dst)
         return self.boxes[src, dst], line, line + LINE
 
-    def push(self, data, dst):
+    def push(self, data, dst, tag):
         box, filled, emptied = self.box(self.me, dst)
-        head = torch.tensor([data.numel()])
-        for piece in data.split(SLOT - 64) or [data]:
-            number = self.counters[filled] + 1
-            while number - self.counters[emptied] > 2:
+        for piece in data.split(SLOT):
+            number = self.words[filled] + 1
+            while number - self.words[emptied] > 2:
                 yield
-            slot = box[number % 2]
-            slot[:8].view(torch.int64).copy_(head)
-            slot[64 : 64 + len(piece)].copy_(piece)
-            self.counters[filled] = number
+            box[number % 2][: len(piece)].copy_(piece)
+            self.words[filled + SAID + number % 2] = data.numel()
+            self.words[filled + TAG + number % 2] = tag
+            self.words[filled] = number
 
-    def pull(self, tensor, src):
+    def pull(self, tensor, src, tag):
         box, filled, emptied = self.box(src, self.me)
         data = as_bytes(tensor)
-        for piece in data.split(SLOT - 64) or [data]:
-            number = self.counters[emptied] + 1
-            while self.counters[filled] < number:
+        for piece in data.split(SLOT):
+            number = self.words[emptied] + 1
+            while self.words[filled] < number:
                 yield
-            slot = box[number % 2]
-            if (sent := slot[:8].view(torch.int64).item()) != data.numel():
-                raise RuntimeError(f"rank {src} of this group sent {sent} bytes to rank {self.me}, "
-                                   f"which expects {data.numel()}")
-            piece.copy_(slot[64 : 64 + len(piece)])
-            self.counters[emptied] = number
+            self.agree_on(self.words[filled + SAID + number % 2], data.numel(), src)
+            if (other := self.words[filled + TAG + number % 2]) != tag:
+                raise RuntimeError(f"rank {src} of this group sent a message of tag {other} first, "
+                                   f"not of {tag}: they come in order here")  # fmt: skip
+            piece.copy_(box[number % 2][: len(piece)])
+            self.words[emptied] = number
         give_back(data, tensor)
 
 
@@ -366,9 +399,6 @@ class SharedMemory(dist.ProcessGroup):
 def flatten(tensor):
     """Its values in one dimension: the very memory, or a copy where it is not contiguous."""
     return tensor.detach().contiguous().view(-1)
-
-
-flatten_out = flatten
 
 
 def as_bytes(tensor):
@@ -381,47 +411,59 @@ def give_back(flat, tensor):
         tensor.detach().copy_(flat.view(tensor.dtype).view(tensor.shape))
 
 
-def view(slot, like):
+def as_typed(slot, like):
     """The beginning of a slot as a tensor of the size and dtype of another, a flat one."""
     return slot[: like.nbytes].view(like.dtype)
 
 
-def reduce_into(op, parts, out):
+def reduce_into(out, op, parts):
     """The parts, in the order of ranks: the same bits, whoever does it."""
     if len(parts) == 1:
         out.copy_(parts[0])
-        return
-    op(parts[0], parts[1], out=out)
-    for part in parts[2:]:
-        op(out, part, out=out)
+    elif out.is_floating_point() and out.element_size() < 4 and len(parts) > 2:
+        total = op(parts[0].float(), parts[1].float())
+        for part in parts[2:]:
+            op(total, part, out=total)
+        out.copy_(total)
+    else:
+        op(parts[0], parts[1], out=out)
+        for part in parts[2:]:
+            op(out, part, out=out)
 
 
 def operator_of(opts):
     return next((op for kind, op in REDUCE if opts.reduceOp == kind), None)
 
 
-def split_bytes(tensor, sizes, number):
-    """Bytes for each of a number of ranks, of rows of a tensor; no sizes: as many for each."""
+def bytes_for_each(tensor, sizes, number):
+    """Of rows of a tensor for each of a number of ranks; no sizes: as many for each."""
     row = tensor.nbytes // max(len(tensor), 1)
     return [row * size for size in sizes or [len(tensor) // number] * number]
 
 
-# ---------------------------------------------------------------- memory
+# ---------------------------------------------------------------- memory and processes
 
 
-def choose_backend(device, args, one_machine):
-    """How ranks talk: the name of a backend. one_machine: whether all are on one."""
-    if device.type == "cuda":
-        return "gloo" if args.share_gpus else "nccl"
-    here = hasattr(os, "memfd_create") and platform.machine() == "x86_64"
-    return NAME if here and one_machine and not args.gloo else "gloo"
+def neighbourhood():
+    """The same for all ranks that can share memory here; None for one that cannot."""
+    if platform.machine() != "x86_64" or not hasattr(os, "memfd_create"):
+        return None
+    with suppress(OSError):  # /proc may be closed
+        file = os.memfd_create("probe")
+        for number in (file, os.open(f"/proc/{os.getpid()}/fd/{file}", os.O_RDWR)):
+            os.close(number)
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        node = os.environ.get("GROUP_RANK", "0")  # torchrun's name for a torchrun
+        return f"{boot} {os.readlink('/proc/self/ns/pid')} {os.getuid()} {node}"
+    return None
 
 
+@contextmanager
 def common_memory(store, rank, size, nbytes):
-    """Memory of zeros that all ranks of a group see, of rank 0's making.
+    """Memory of zeros that all ranks of a group see, of rank 0's making; at the end all have it.
 
     It is a file without a name: it goes when the last process that has it ends, however it ends,
-    and /dev/shm's limits are not its.
+    and the size of /dev/shm does not bound it. Of its pages only those are there that were used.
     """
     if rank == 0:
         file = os.memfd_create("parallel-llama")
@@ -429,12 +471,23 @@ def common_memory(store, rank, size, nbytes):
         store.set("memory", f"/proc/{os.getpid()}/fd/{file}")
     else:
         file = os.open(store.get("memory").decode(), os.O_RDWR)
-    memory = mmap.mmap(file, nbytes)
+    yield mmap.mmap(file, nbytes)
     if store.add("mapped", 1) == size:
         store.set("all mapped", "")
     store.wait(["all mapped"])
     os.close(file)
-    return memory
+
+
+def in_words(ranks):
+    return ", ".join(map(str, ranks))
+
+
+def has_ended(process):
+    """Whether a process of this number has; its parent need not know yet."""
+    try:
+        return psutil.Process(process).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 dist.Backend.register_backend(NAME, SharedMemory, devices=["cpu"])

@@ -4,7 +4,6 @@ import ctypes
 import datetime
 import json
 import os
-import platform
 import signal
 import sys
 import tempfile
@@ -18,6 +17,8 @@ import psutil
 import torch
 import torch.distributed as dist
 from packaging.version import Version
+
+from shared_memory import neighbourhood
 
 TESTED = {"transformers": ("4.48.3", "5.23.0"), "peft": ("0.14.0", "0.21.2")}  # from, to
 
@@ -164,19 +165,19 @@ def agree(store, rank, world_size, args, device):
     """Refuse ranks that were started with different flags or libraries; torchrun cannot tell.
 
     Through the store, before there are collectives: ranks of other devices would never meet.
-    Returns what there is to say of the libraries' versions, and whether all are on one machine.
+    Returns what there is to say of the libraries' versions, and whether all can share memory.
     """
     mine = {f"--{name.replace('_', '-')}": str(value) for name, value in vars(args).items()}
     mine |= {name: version(name) for name in ("torch", *TESTED)} | {"the device": device.type}
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
-    store.set(f"started/{rank}", json.dumps([mine, gpu, machine()]))
-    everyone, gpus, machines, patience = [], {}, set(), max(START_S, args.timeout)
+    store.set(f"started/{rank}", json.dumps([mine, gpu, neighbourhood()]))
+    everyone, gpus, places, patience = [], {}, set(), max(START_S, args.timeout)
     for other in range(world_size):
         try:
             store.wait([f"started/{other}"], datetime.timedelta(seconds=patience))
             theirs, gpu, place = json.loads(store.get(f"started/{other}"))
             everyone.append(theirs)
-            machines.add(place)
+            places.add(place)
             gpus.setdefault(gpu, other)
         except dist.DistError:  # or rank 0, which may hold the store, has refused and gone
             end_sibling(other)
@@ -196,12 +197,4 @@ def agree(store, rank, world_size, args, device):
         for name, (oldest, newest) in TESTED.items()
         if not Version(oldest) <= Version(mine[name]) <= Version(newest)
     ]
-    return notes, len(machines) == 1
-
-
-def machine():
-    """What processes of one machine, and of one container there, have in common."""
-    with suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    return platform.node()
+    return notes, len(places) == 1 and None not in places

@@ -67,7 +67,7 @@ from sharding import (  # noqa: F401
     sum_over_ranks,
     with_whole_logits,
 )
-from shared_memory import choose_backend
+from shared_memory import NAME
 from starting import (
     agree,
     check_writable,
@@ -126,12 +126,12 @@ def make_parser(doc, model="tiny"):
         "--device",
         choices=["auto", "cpu", "cuda"],
         default="auto",
-        help="auto: CUDA (NCCL) if there is a GPU for each rank, else CPU (gloo); default auto",
+        help="auto: CUDA (NCCL) if there is a GPU for each rank, else CPU; default auto",
     )
     add("--share-gpus", action="store_true", help="more ranks than GPUs: several on each, by gloo, "
         "for NCCL wants one for each rank; default no")  # fmt: skip
-    add("--gloo", action="store_true", help="on a CPU, talk by gloo, also where all ranks are on one "
-        "machine and could by shared memory; default no")  # fmt: skip
+    add("--gloo", action="store_true", help="on a CPU, talk by gloo, also where all ranks could by "
+        "shared memory, being on one machine; default no")  # fmt: skip
     add("--deterministic", action="store_true", help="on a GPU, too, the same bits each time, as "
         "a CPU gives anyway; slower; default no")  # fmt: skip
     add("--seed", type=seed, default=1337, help="of random weights and inputs; default 1337")
@@ -171,8 +171,11 @@ def start(args):
         notice = notice or "1 rank: nothing is split; start more with torchrun --nproc_per_node"
     else:
         store, rank = join_store()
-    notes, one_machine = agree(store, rank, world_size, args, device)
-    backend = choose_backend(device, args, one_machine)
+    notes, can_share = agree(store, rank, world_size, args, device)
+    if device.type == "cuda":
+        backend = "gloo" if args.share_gpus else "nccl"
+    else:
+        backend = NAME if can_share and not args.gloo else "gloo"
     watch = Watch(store, rank, world_size, args.timeout)
     try:
         dist.init_process_group(
@@ -180,7 +183,8 @@ def start(args):
             store=store,
             rank=rank,
             world_size=world_size,
-            timeout=datetime.timedelta(seconds=args.timeout + SPARE_S),
+            # The watch says who is late, before these end; shared memory's group says so itself.
+            timeout=datetime.timedelta(seconds=args.timeout + SPARE_S * (backend != NAME)),
             device_id=device if backend == "nccl" else None,
         )
         run = Run(args, device, watch)

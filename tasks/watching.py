@@ -26,15 +26,16 @@ from contextlib import suppress
 import psutil
 import torch.distributed as dist
 
+from shared_memory import Missing
 from starting import end_sibling
 
 STOPPED = []  # when this process was asked to stop
 SPARE_S = 30  # by which the backend's timeout is later than --timeout
 
-# What gloo, NCCL and the ranks' store say of a rank that has ended.
+# What gloo, NCCL, shared memory's group and the ranks' store say of a rank that has ended.
 ENDED = (
     r"[Cc]onnection (closed|reset) by (remote )?peer|[Bb]roken pipe|Socket closed"
-    r"|remote process exited"
+    r"|remote process exited|^rank [\d, ]+ has ended$"
 )
 
 
@@ -128,7 +129,8 @@ class Watch:
                 if still_s > self.timeout_s:
                     before, suspects = suspects, self.late(store)
                     if suspects == before:  # seen twice: it has not come in this very second
-                        self.name(*suspects)
+                        frame = sys._current_frames()[threading.main_thread().ident]
+                        self.name(*suspects, traceback.extract_stack(frame))
                 self.contact = time.monotonic()
 
     def here(self, ranks=None):
@@ -178,15 +180,14 @@ class Watch:
         waiting = [rank for rank in begun if waits(rank)]
         return [rank for rank in begun if rank not in waiting], waiting
 
-    def name(self, late, waiting):
-        """End the job, for these are late."""
+    def name(self, late, waiting, frames):
+        """End the job, for these are late. frames: where this rank waits."""
         if not late or self.rank not in waiting:
             return  # all wait, each for something else: a bug, with its traceback later
         if self.rank != waiting[0]:
             time.sleep(10)  # torchrun ends this one meanwhile
-        frame = sys._current_frames()[threading.main_thread().ident]
         end(f"rank {', '.join(map(str, late))} did not come, in {self.timeout_s:g} s, to what rank "
-            f"{', '.join(map(str, waiting))} waited for at {place(traceback.extract_stack(frame))}:"
+            f"{', '.join(map(str, waiting))} waited for at {place(frames)}:"
             " it hangs, or needs a longer --timeout", self.here(late))  # fmt: skip
 
     def explain(self, error):
@@ -194,6 +195,8 @@ class Watch:
 
         The error itself is said first, in a line: what is made of it might be wrong.
         """
+        if isinstance(error, Missing) and error.waiting:
+            self.name(error.late, error.waiting, traceback.extract_tb(error.__traceback__))
         if self.world_size == 1 or not speaks_of_an_end(error):
             return
         said = f"{type(error).__name__}: {' '.join(str(error).split())}"
