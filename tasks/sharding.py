@@ -106,16 +106,17 @@ def local_part(tensor, like=None):
 
 # ---------------------------------------------------------------- f and g
 
-FEW_BYTES = 2**16  # on the CPU: up to here a sum in one step is quicker than one in two
+FEW_BYTES = 2**16  # by gloo: up to here a sum in one step is quicker than one in two
 
 
 def all_reduce(tensor, group):
     """Sum over the ranks of `group`, out of place: autograd may still need the input.
 
-    On the CPU few bytes cost the number of their messages: gloo's all-reduce scatters the sum and
-    gathers it, one after the other; an all-gather and a sum on each rank are half of the steps.
+    By gloo few bytes cost the number of their messages: its all-reduce scatters the sum and gathers
+    it, one after the other; an all-gather and a sum on each rank are half of the steps.
     """
-    if tensor.device.type == "cpu" and tensor.nbytes <= FEW_BYTES:
+    few = tensor.device.type == "cpu" and tensor.nbytes <= FEW_BYTES
+    if few and dist.get_backend(group) == "gloo":
         return all_gather(tensor, group).sum(0)
     total = tensor.clone(memory_format=torch.contiguous_format)
     all_reduce_(total, group)

@@ -18,7 +18,6 @@ On x86 other processors see stores in the order in which they were made, the dat
 counter. Elsewhere a fence would have to be between them, and Python has none: gloo is used there.
 """
 
-import itertools
 import math
 import mmap
 import os
@@ -334,6 +333,7 @@ class SharedMemory(dist.ProcessGroup):
     # ------------------------------------------------ from one rank to another
 
     def send(self, tensors, dst, tag=0):
+        self.tell("c10d::send", tensors)
         return self.begin(("to", dst), self.push(as_bytes(tensors[0]), dst, tag))
 
     def recv(self, tensors, src, tag=0):

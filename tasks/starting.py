@@ -132,9 +132,9 @@ def choose_device(wanted, shared=False):
         return torch.device("cpu"), None
     if not gpus:
         notice = unusable_gpu()
-        return torch.device("cpu"), notice and f"{notice}; running on CPU with gloo"
+        return torch.device("cpu"), notice and f"{notice}; running on the CPU"
     if gpus < local and not shared:
-        notice = f"{local} ranks but {gpus} GPU(s) on this machine: running on CPU with gloo"
+        notice = f"{local} ranks but {gpus} GPU(s) on this machine: running on the CPU"
         return torch.device("cpu"), notice
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % gpus)
     os.environ["NVIDIA_TF32_OVERRIDE"] = "0"  # else it would beat what is set below

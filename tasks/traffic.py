@@ -15,16 +15,15 @@ SENT = {
     "c10d::_allgather_base_": (lambda P: P - 1, 1),
     "c10d::_reduce_scatter_base_": (lambda P: (P - 1) / P, 1),
     "c10d::broadcast_": (lambda P: (P - 1) / P, 0),  # on average
+    "c10d::send": (lambda P: 1, 0),
     "_c10d_functional::all_reduce": (lambda P: 2 * (P - 1) / P, 0),
     "_c10d_functional::all_gather_into_tensor": (lambda P: P - 1, 0),
     "_c10d_functional::reduce_scatter_tensor": (lambda P: (P - 1) / P, 0),
 }
 SPLIT = {"c10d::alltoall_base_": (1, 4), "_c10d_functional::all_to_all_single": (0, 2)}
-NOTHING = {"c10d::barrier", "_c10d_functional::wait_tensor",
+NOTHING = {"c10d::barrier", "c10d::recv_", "_c10d_functional::wait_tensor",
            "_c10d_functional::_wrap_tensor_autograd"}  # fmt: skip
-
-
-METERS = []  # those that count now, for groups that tell them: PyTorch does not see theirs
+METERS = []  # those that count now, for groups that tell them: PyTorch does not see all of theirs
 
 
 class Meter(TorchDispatchMode):
@@ -90,14 +89,15 @@ def bytes_sent(run, function):
     """Bytes that each rank sends while all run function(), on average: (counted, on the wire).
 
     On the wire is what gloo's ranks on one machine put on the loopback device, by its counters:
-    headers, and whatever else uses it. None on a GPU.
+    headers, and whatever else uses it. None for other backends.
     """
     counters = Path("/proc/net/dev")
 
     def total():
         return int(counters.read_text().split("lo:")[1].split()[8])  # what it transmitted
 
-    wire = run.device.type == "cpu" and counters.exists()
+    by_gloo = run.device.type == "cpu" and dist.get_backend() == "gloo"
+    wire = by_gloo and counters.exists()
     dist.barrier()
     before = total() if wire else 0
     dist.barrier()  # all have read before any begins

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tasks"))
+sys.path.append(str(Path(__file__).resolve().parent.parent / "tasks"))
 import shared_memory
 from shared_memory import NAME, SLOT
 
@@ -76,6 +76,8 @@ def all_reduce(make, n, group, ranks, draw):
     if draw.random() < 0.3 and dist.get_backend(group) == NAME:  # with gaps: nothing for gloo
         x = torch.stack([x, x], dim=-1)[..., 0]
     dist.all_reduce(x, op=op, group=group)
+    bits = gathered(x.contiguous(), group, ranks).view(torch.uint8)
+    assert (bits == bits[:1]).all(), "other bits on another rank"
     return x, parts.prod(0) if op == dist.ReduceOp.PRODUCT else parts.sum(0)
 
 
@@ -126,10 +128,11 @@ def ring(make, n, group, ranks, draw):
     """Several messages to the next rank, begun before any is awaited."""
     place, P = group.rank(), len(ranks)
     xs, outs = [make(n) for _ in range(3)], [make(n) for _ in range(3)]
-    works = []
+    jobs = []
     for tag, (x, out) in enumerate(zip(xs, outs, strict=True)):
-        works.append(dist.isend(x, ranks[(place + 1) % P], group=group, tag=tag))
-        works.append(dist.irecv(out, ranks[(place - 1) % P], group=group, tag=tag))
+        jobs.append(dist.P2POp(dist.isend, x, ranks[(place + 1) % P], group, tag))
+        jobs.append(dist.P2POp(dist.irecv, out, ranks[(place - 1) % P], group, tag))
+    works = dist.batch_isend_irecv(jobs)
     for work in draw.sample(works, len(works)):
         work.wait()
     return torch.cat(outs), None

@@ -1,0 +1,161 @@
+"""The process group in shared memory: held against gloo's, and what it says of ranks that miss."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+import launch
+from test_planted_bugs import plant
+
+RANDOM = Path(__file__).with_name("random_collectives.py")
+MORE = [pytest.param(nproc, 10_000, marks=pytest.mark.stress) for nproc in (2, 3, 4, 8)]
+
+
+@pytest.mark.parametrize(("nproc", "count"), [(2, 400), (3, 400), (4, 400), *MORE])
+def test_random_collectives(nproc, count, tmp_path):
+    """Of random kinds, sizes, dtypes and groups, with pauses: as gloo's, sums within rounding."""
+    result = launch.ranks(RANDOM, count, nproc=nproc, folder=tmp_path, timeout=1500)
+    assert result.code == 0 and result.out.count(f"{count} collectives passed") == nproc, (
+        result.tail()
+    )
+
+
+BUGS = {
+    "nobody is waited for": ("if words[LINE * rank] < n:", "if False:"),
+    "one half": ("return self.slots[n % 2]", "return self.slots[1]"),
+    "the counter comes first": (
+        "            box[number % 2][: len(piece)].copy_(piece)\n"
+        "            self.words[filled + SAID",
+        "            self.words[filled] = number\n            time.sleep(0.001)\n"
+        "            box[number % 2][: len(piece)].copy_(piece)\n"
+        "            self.words[filled + SAID",
+    ),
+    "a slot that is not emptied": ("self.words[emptied] > 2", "self.words[emptied] > 3"),
+    "gaps": ("if flat.data_ptr() != tensor.data_ptr()", "if False"),
+    "another's share": ("share.copy_(as_typed(sums[rank]", "share.copy_(as_typed(sums[0]"),
+}
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_planted_bugs(bug, tmp_path):
+    """They are found."""
+    plant(tmp_path, "shared_memory.py", *BUGS[bug])
+    script = shutil.copy(RANDOM, tmp_path)
+    result = launch.ranks(script, 400, nproc=3, folder=tmp_path)
+    assert result.code, result.tail()
+
+
+SCENE = """
+import datetime, os, sys, time
+sys.path.insert(0, {tasks!r})
+import torch
+import torch.distributed as dist
+from shared_memory import NAME, Missing
+
+if __name__ == "__main__":
+    timeout = datetime.timedelta(seconds=3)
+    dist.init_process_group(NAME, timeout=timeout)
+    rank, x = dist.get_rank(), torch.ones(4)
+    pair = dist.new_group([1, 2], timeout=timeout)
+    begin = time.monotonic()
+    try:
+        {scene}
+    except (RuntimeError, NotImplementedError) as error:
+        after = time.monotonic() - begin
+        print(f"rank {{rank}}: {{type(error).__name__}} after {{after:.0f}} s: {{error}}")
+    time.sleep(max(0, begin + 5 - time.monotonic()))  # for who ends is missing
+    os._exit(0)
+"""
+SCENES = {
+    # what ranks 0, 1 and 2 do, and what is said of it
+    "one hangs, for whom another waits": (
+        ["dist.barrier()", "dist.all_reduce(x, group=pair)", "pass"],
+        ["rank 0: Missing after 3 s: rank 2 did not come, in 3 s, to what rank 0, 1 waited for",
+         "rank 1: Missing after 3 s: rank 2 did not come, in 3 s, to what rank 0, 1 waited for"],
+    ),
+    "one sends nothing": (
+        ["dist.recv(x, 1)", "pass", "pass"],
+        ["rank 0: Missing after 3 s: rank 1 did not come, in 3 s, to what rank 0 waited for"],
+    ),
+    "one takes nothing": (
+        ["dist.send(torch.ones(2**20), 1)", "pass", "pass"],
+        ["rank 0: Missing after 3 s: rank 1 did not come, in 3 s, to what rank 0 waited for"],
+    ),
+    "one has ended": (
+        ["dist.recv(x, 2)", "dist.all_reduce(x, group=pair)", "os._exit(0)"],
+        ["rank 0: Missing after 0 s: rank 2 has ended",
+         "rank 1: Missing after 0 s: rank 2 has ended"],
+    ),
+    "each waits for the next": (
+        ["dist.recv(x, 1)", "dist.recv(x, 2)", "dist.recv(x, 0)"],
+        ["rank 0: RuntimeError after 3 s: rank 0 and all others wait, each for something else"],
+    ),
+    "other collectives": (
+        ["dist.all_reduce(x)", "dist.barrier()", "dist.barrier()"],
+        ["rank 0: RuntimeError after 0 s: rank 0 is in all_reduce of 16 bytes, but rank 1 of this "
+         "group in barrier of 0",
+         "rank 1: RuntimeError after 0 s: rank 1 is in barrier of 0 bytes, but rank 0 of this "
+         "group in all_reduce of 16"],
+    ),
+    "other sizes": (
+        ["dist.all_reduce(x)", "dist.all_reduce(x[1:])", "dist.all_reduce(x)"],
+        ["rank 0: RuntimeError after 0 s: rank 0 is in all_reduce of 16 bytes, but rank 1 of this "
+         "group in all_reduce of 12"],
+    ),
+    "other sizes of a message": (
+        ["dist.send(x, 1)", "dist.recv(x[1:], 0)", "pass"],
+        ["rank 1: RuntimeError after 0 s: rank 0 of this group sends 16 bytes to rank 1, which "
+         "expects 12"],
+    ),
+    "another message first": (
+        ["dist.send(x, 1, tag=1)", "dist.recv(x, 0, tag=2)", "pass"],
+        ["rank 1: RuntimeError after 0 s: rank 0 of this group sent a message of tag 1 first"],
+    ),
+    "from anyone": (
+        ["dist.recv(x)", "pass", "pass"],
+        ["rank 0: NotImplementedError after 0 s: to receive from any rank: name one, or use gloo"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SCENES)
+def test_who_is_missing(name, tmp_path):
+    scene, expected = SCENES[name]
+    scene = f"exec({scene!r}[rank])"
+    file = tmp_path / "scene.py"
+    file.write_text(SCENE.format(tasks=str(launch.TASKS), scene=scene))
+    result = launch.ranks(file, nproc=3, folder=tmp_path)
+    assert result.code == 0, result.tail()
+    for line in expected:
+        assert line in result.out, result.tail()
+
+
+BYTES = ["--batch-size", 1, "--seq-len", 201, "--repeats", 0]
+
+
+@pytest.mark.parametrize("gloo", [False, True])
+def test_backend(gloo, tmp_path):
+    """Shared memory unless --gloo says otherwise; the bytes sent are the technique's."""
+    path = tmp_path / "record.json"
+    args = [*BYTES, "--json", path, *["--gloo"] * gloo]
+    file = launch.TASKS / "ulysses_forward.py"
+    result = launch.ranks(file, *args, nproc=3, folder=tmp_path)
+    assert result.code == 0 and "note:" not in result.out, result.tail()
+    backend = "gloo" if gloo else "shared_memory"
+    assert f"on cpu ({backend})" in result.out
+    record = json.loads(path.read_text())
+    assert record["backend"] == backend
+    record = record["results"]
+    assert record["sent_bytes"] == [record["formula_bytes"]] * 2, record
+    assert (record["wire_bytes"] == [None, None]) == (not gloo)
+
+
+def test_other_processors(tmp_path):
+    """There gloo is used, which is said, once."""
+    plant(tmp_path, "shared_memory.py", 'platform.machine() != "x86_64"', "True")
+    args = ["--hidden-size", 8, "--intermediate-size", 8]
+    result = launch.ranks(tmp_path / "tp_mlp.py", *args, nproc=2, folder=tmp_path)
+    assert result.code == 0 and "on cpu (gloo)" in result.out, result.tail()
+    assert result.out.count("note: no memory that all ranks could share") == 1, result.tail()
