@@ -19,6 +19,7 @@ sys.path.insert(0, str(HERE.parent / "tasks"))
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+import transformers  # noqa: E402
 
 from records import add, machine, resume, torchrun  # noqa: E402
 from shared_memory import NAME  # noqa: E402
@@ -55,7 +56,8 @@ def measure(args):
 
 
 def drive(args):
-    setting = {"machine": machine(), "dtype": "float32", "torch": torch.__version__}
+    setting = {"machine": machine(), "dtype": "float32", "torch": torch.__version__,
+               "transformers": transformers.__version__}  # fmt: skip
     whole = resume(args.output, setting)
     for ranks in args.ranks:
         words = ["--turns", args.turns, "--block", args.block, "--device", "cpu"]

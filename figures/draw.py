@@ -1,7 +1,7 @@
 """Draw the figures from the measurements beside this file.
 
 python figures/draw.py                # all of them
-python figures/draw.py /tmp/mine.json # one like report, tp_speed, longest or diagrams
+python figures/draw.py /tmp/mine.json # one like report, tp_speed, longest, collectives or diagrams
 """
 
 import argparse
@@ -51,10 +51,14 @@ def draw_tp_speed(data, path):
         layers = {str(run["results"]["num_layers"]) for run in here}
         for run in here:
             place = ranks.index(run["world_size"])
-            _, colour, hatch = STYLE[run["technique"]]
+            technique = run["technique"].removesuffix(", gloo")
+            _, colour, hatch = STYLE[technique]
             ours, single = (seconds(run, side)[phase] for side in ("parallel", "single"))
             middle, alone = statistics.median(ours), statistics.median(single)
-            x = place + 0.27 * (list(STYLE).index(run["technique"]) - 1)
+            x = place + 0.27 * (list(STYLE).index(technique) - 1)
+            if technique != run["technique"]:
+                axis.plot(x, middle, "kx")
+                continue
             axis.bar(
                 x, middle, 0.25, color=colour, hatch=hatch, edgecolor="white",
                 yerr=[[middle - min(ours)], [max(ours) - middle]],
@@ -72,6 +76,8 @@ def draw_tp_speed(data, path):
     handles = [plt.Rectangle((0, 0), 1, 1, color=colour, hatch=hatch, ec="white", label=name)
                for name, colour, hatch in STYLE.values()]  # fmt: skip
     handles += [plt.Line2D([], [], color="black", linewidth=2, label="one process, the same cores")]
+    if any("gloo" in run["technique"] for run in runs):
+        handles += [plt.Line2D([], [], color="black", marker="x", ls="", label="by gloo")]
     figure.legend(handles=handles, loc="lower right", bbox_to_anchor=(0.98, 0.15), frameon=False)
     finish(figure, axes, data["model"], data, path)
 
@@ -92,6 +98,29 @@ def finish(figure, axes, what, data, path, bottom=0.0):
     figure.tight_layout(rect=(0, bottom, 1, 1))
     figure.savefig(path, dpi=150)
     print(f"wrote {path}")
+
+
+def draw_collectives(data, path):
+    """Microseconds of a sum by its size, median: a panel for each number of ranks."""
+    ranks = sorted({run["world_size"] for run in data["runs"]})
+    figure, axes = plt.subplots(1, len(ranks), figsize=(5 * len(ranks), 3.8), sharey=True)
+    styles = {"gloo": ("#E69F00", "s-"), "shared memory": ("#0072B2", "o-")}
+    for axis, P in zip(axes, ranks, strict=True):
+        runs = sorted((run["sum_bytes"], run["sum_s"]) for run in data["runs"]
+                      if run["world_size"] == P)  # fmt: skip
+        for name, (colour, mark) in styles.items():
+            sizes, medians = zip(*((size, 1e6 * statistics.median(laps[name]))
+                                   for size, laps in runs), strict=True)  # fmt: skip
+            axis.plot(sizes, medians, mark, color=colour, label=name)
+            for size, median in zip(sizes, medians, strict=True):
+                axis.annotate(f"{median:,.0f}", (size, median), (0, 6), fontsize=8, ha="center",
+                              textcoords="offset points")  # fmt: skip
+        axis.set(xscale="log", yscale="log", title=f"{P} ranks", xlabel="size of a sum")
+        axis.set_xticks(sizes, [f"{size // 1024:,} KiB" for size in sizes], fontsize=8)
+        axis.minorticks_off()
+    axes[0].set_ylabel("microseconds, median")
+    axes[0].legend(frameon=False)
+    finish(figure, axes, "an all-reduce, one thread a rank", data, path)
 
 
 def draw_longest(data, path):
@@ -255,7 +284,9 @@ def kind(data):
     if "sizes" in data.get("results", {}):
         return draw_diagrams
     if "runs" not in data:
-        raise ValueError("not one of report, tp_speed, longest, diagrams")
+        raise ValueError("not one of report, tp_speed, longest, collectives, diagrams")
+    if any("sum_s" in run for run in data["runs"]):
+        return draw_collectives
     return draw_tp_speed if "prompt_tokens" in data else draw_longest
 
 
@@ -266,7 +297,7 @@ def main():
     parser.add_argument("files", nargs="*", type=Path, help="default all beside this script")
     files = parser.parse_args().files
     for file in files or [
-        HERE / f"{n}.json" for n in ("report", "tp_speed", "longest", "diagrams")
+        HERE / f"{n}.json" for n in ("report", "tp_speed", "longest", "collectives", "diagrams")
     ]:
         try:
             data = json.loads(file.read_text())

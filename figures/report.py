@@ -143,6 +143,7 @@ def on(data, what):
 
 NAMES = {"hand-made": "by hand (Task 2)", "DTensor": "DTensor plan (Task 3)",
          "transformers": 'transformers, `tp_plan="auto"`'}  # fmt: skip
+NAMES |= {f"{technique}, gloo": f"{name}, by gloo" for technique, name in NAMES.items()}
 
 
 def seconds(run, phases):

@@ -4,7 +4,8 @@
     python figures/tp_speed.py --ranks 2 --seq-lens 512 --output /tmp/mine.json
 
 All are measured beside one process that has as many cores (or one GPU): forward, backward, and
-cached generation, in turns, on the same weights, after a check that each gives the same loss. What
+cached generation, in turns, on the same weights, after a check that each gives the same loss. On a
+CPU ranks talk through shared memory, and at the shortest length also by gloo, in turns, too. What
 is quoted is the slowest rank's seconds, and medians of the ratios within a turn. A step is also run
 under the profiler, and its bytes on the wire are held against the formula.
 
@@ -26,6 +27,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "tasks"))
 
 import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
 import transformers  # noqa: E402
 from torch.distributed.device_mesh import DeviceMesh  # noqa: E402
 from torch.distributed.tensor.parallel import loss_parallel  # noqa: E402
@@ -51,8 +53,8 @@ PROMPT, NEW_TOKENS = 128, 32
 LONG = 1024  # tokens; beyond, half of the layers: else 4 ranks do not fit into 24 GiB
 # Names in the profile under which a rank waits for others: the collectives, and the functions of
 # Task 2 that call them and do nothing else.
-WAITING = ("nccl", "c10d::", "_c10d_functional::", "CopyToRanks", "SumOverRanks", "GatherShares",
-           "VocabParallelCrossEntropy")  # fmt: skip
+WAITING = ("nccl", "c10d::", "_c10d_functional::", "shared_memory::", "CopyToRanks",
+           "SumOverRanks", "GatherShares", "VocabParallelCrossEntropy")  # fmt: skip
 
 
 # ---------------------------------------------------------------- the techniques
@@ -61,8 +63,8 @@ WAITING = ("nccl", "c10d::", "_c10d_functional::", "CopyToRanks", "SumOverRanks"
 class Single:
     """The unmodified model, rank 0's alone."""
 
-    def __init__(self, run):
-        self.run = run
+    def __init__(self, run, group=None):
+        self.run, self.group = run, group
 
     choose = staticmethod(choose_whole)
     context = staticmethod(contextlib.nullcontext)
@@ -72,7 +74,7 @@ class HandMade(Single):
     """Task 2: f, g and a vocabulary-parallel loss, written out."""
 
     def parallelize(self, model):
-        tensor_parallelize(model, self.run.group)
+        tensor_parallelize(model, self.group)
 
     choose = staticmethod(choose_among_ranks)
 
@@ -91,8 +93,9 @@ class HandMade(Single):
 class DTensorPlan(HandMade):
     """Task 3: parallelize_module, and loss_parallel."""
 
-    def __init__(self, run):
-        self.mesh = DeviceMesh.from_group(run.group, run.device.type)
+    def __init__(self, run, group):
+        super().__init__(run, group)
+        self.mesh = DeviceMesh.from_group(group, run.device.type)
 
     def parallelize(self, model):
         dtensor_parallelize(model, self.mesh)
@@ -118,6 +121,9 @@ class TransformersPlan(HandMade):
 
         config = DistributedConfig(tp_size=self.run.world_size, tp_plan="auto")
         config, _, meshes = model.prepare_distribute_model(config)
+        mesh = DeviceMesh.from_group(self.group, self.run.device.type, mesh_dim_names=("tp",))
+        usual = meshes.get_mesh
+        meshes.get_mesh = lambda name: mesh if name == "tp" else usual(name)
         embedding, head = model.model.embed_tokens, model.lm_head
         tied = head.weight is embedding.weight
         if tied:  # it wants to split them one by one
@@ -138,6 +144,24 @@ class TransformersPlan(HandMade):
 
 
 TECHNIQUES = {"hand-made": HandMade, "DTensor": DTensorPlan, "transformers": TransformersPlan}
+BY_GLOO = {f"{name}, gloo": technique for name, technique in TECHNIQUES.items()}
+
+
+def split(run, techniques):
+    """{name: technique} and {name: model on this rank}; by gloo, of the same weights."""
+    gloo = dist.new_group(backend="gloo") if BY_GLOO.keys() & set(techniques) else None
+    made = {
+        name: BY_GLOO[name](run, gloo) if name in BY_GLOO else TECHNIQUES[name](run, run.group)
+        for name in techniques
+    }
+    models = {}
+    for name, technique in made.items():
+        models[name] = run.source.load_model(run.dtype, run.device, technique.parallelize)
+        if (other := name.removesuffix(", gloo")) != name and other in models:
+            pairs = zip(*(local_weights(models[n]) for n in (name, other)), strict=True)
+            for weight, same in pairs:
+                weight.data = same.data
+    return made, models
 
 
 # ---------------------------------------------------------------- one measurement, under torchrun
@@ -146,10 +170,10 @@ TECHNIQUES = {"hand-made": HandMade, "DTensor": DTensorPlan, "transformers": Tra
 def measure(args):
     """Everything about the techniques at one length, on the ranks of this job."""
     with start(args) as run:
-        techniques = {name: TECHNIQUES[name](run) for name in args.techniques}
-        load, config = partial(run.source.load_model, run.dtype, run.device), run.source.config
-        models = {"single": load() if run.rank == 0 else None}
-        models |= {name: load(technique.parallelize) for name, technique in techniques.items()}
+        config, place = run.source.config, (run.dtype, run.device)
+        models = {"single": run.source.load_model(*place) if run.rank == 0 else None}
+        techniques, parallel = split(run, args.techniques)
+        models |= parallel
         in_files = args.giving_back and run.device.type == "cpu"
         for model in models.values() if in_files else ():
             into_file(model)
@@ -178,7 +202,8 @@ def measure(args):
             )  # fmt: skip
             phases = train(name)
             next(phases)
-            both = [bytes_sent(run, lambda phases=phases: next(phases)) for _ in formula]
+            send = [partial(next, phases)] * 2
+            both = [bytes_sent(run, each, technique.group) for each in send]
             list(phases)
             run.results[name] = {
                 "sent_bytes": [counted for counted, _ in both], "formula_bytes": formula,
@@ -280,13 +305,16 @@ def drive(args):
     jobs = []
     for seq_len in args.seq_lens:
         for ranks in args.ranks:
-            # transformers' plan needs two.
-            wanted = [t for t in args.techniques if ranks > 1 or t != "transformers"]
+            # transformers' plan needs two; so does gloo, to be compared.
+            wanted = [t for t in args.techniques if ranks > 1 or t in ("hand-made", "DTensor")]
+            if on_gpu or seq_len > min(args.seq_lens):
+                wanted = [t for t in wanted if t not in BY_GLOO]
             if args.missing:
                 wanted = [t for t in wanted if (ranks, seq_len, t) not in there]
             # Else memory is what there is too little of (24 GB were, for 2 ranks at 2,048 tokens).
             together = on_gpu or (ranks <= os.cpu_count() and ranks * seq_len <= 2048)
-            parts = [wanted] if together else [[technique] for technique in wanted]
+            pairs = [[t for t in wanted if t.startswith(name)] for name in TECHNIQUES]
+            parts = [wanted] if together else pairs
             jobs += [(ranks, seq_len, part) for part in parts if part]
     if not jobs:  # transformers' plan on one rank, or with --missing all of it
         print(f"nothing to measure, or {args.output} has it")
@@ -344,7 +372,8 @@ def at_least_prompt(text):
 def main():
     if "RANK" in os.environ:
         parser = make_parser(__doc__)
-        parser.add_argument("--techniques", choices=TECHNIQUES, nargs="+", required=True)
+        both = [*TECHNIQUES, *BY_GLOO]
+        parser.add_argument("--techniques", choices=both, nargs="+", required=True)
         parser.add_argument("--seq-len", type=positive, default=512, help="tokens; default 512")
         parser.add_argument("--repeats", type=positive, default=7, help="default 7")
         parser.add_argument(
@@ -368,9 +397,9 @@ def main():
         flag("--ranks", type=positive, nargs="+", default=[1, 2, 4], help="default 1 2 4")
         flag(
             "--techniques",
-            choices=TECHNIQUES,
+            choices=[*TECHNIQUES, *BY_GLOO],
             nargs="+",
-            default=list(TECHNIQUES),
+            default=[*TECHNIQUES, *BY_GLOO],
             help="default all",
         )
         flag(

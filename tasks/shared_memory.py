@@ -25,11 +25,13 @@ import platform
 import time
 from collections import deque
 from contextlib import contextmanager, suppress
+from functools import wraps
 from pathlib import Path
 
 import psutil
 import torch
 import torch.distributed as dist
+from torch.autograd import profiler
 
 from traffic import METERS, bytes_of
 
@@ -88,6 +90,19 @@ class Transfer(dist._Work):
     def wait(self, timeout=None):
         self.group.until(self.is_completed, lambda: [self.other])
         return True
+
+
+def recorded(collective):
+    """A method that a profiler sees, as it sees other backends' collectives."""
+
+    @wraps(collective)
+    def method(self, *args, **kwargs):
+        if not profiler._is_profiler_enabled:  # then it would cost as much as a small collective
+            return collective(self, *args, **kwargs)
+        with profiler.record_function(f"{NAME}::{collective.__name__}"):
+            return collective(self, *args, **kwargs)
+
+    return method
 
 
 class SharedMemory(dist.ProcessGroup):
@@ -205,10 +220,12 @@ class SharedMemory(dist.ProcessGroup):
 
     # ------------------------------------------------ collectives
 
+    @recorded
     def barrier(self, opts=None):
         self.meet("barrier")
         return Done([])
 
+    @recorded
     def broadcast(self, tensors, opts):
         self.tell("c10d::broadcast_", tensors)
         for tensor in tensors:
@@ -222,6 +239,7 @@ class SharedMemory(dist.ProcessGroup):
             give_back(data, tensor)
         return Done(tensors)
 
+    @recorded
     def allreduce(self, tensors, opts):
         self.tell("c10d::allreduce_", tensors)
         if (op := operator_of(opts)) is None:
@@ -247,10 +265,12 @@ class SharedMemory(dist.ProcessGroup):
         for rank, share in enumerate(piece.tensor_split(cuts)):
             share.copy_(as_typed(sums[rank], piece).tensor_split(cuts)[rank])
 
+    @recorded
     def _allgather_base(self, output, tensor, opts=None):
         self.gather_into(output.view(-1).chunk(len(self.ranks)), tensor)
         return Done([output])
 
+    @recorded
     def allgather(self, outputs, tensors, opts=None):
         for parts, tensor in zip(outputs, tensors, strict=True):
             flats = [flatten(part) for part in parts]
@@ -271,6 +291,7 @@ class SharedMemory(dist.ProcessGroup):
             for part, slot in zip(parts, slots, strict=True):
                 part.copy_(as_typed(slot, piece))
 
+    @recorded
     def _reduce_scatter_base(self, output, tensor, opts):
         self.tell("c10d::_reduce_scatter_base_", [tensor])
         if (op := operator_of(opts)) is None:
@@ -291,6 +312,7 @@ class SharedMemory(dist.ProcessGroup):
             self._reduce_scatter_base(output, torch.stack(parts), opts)
         return Done(outputs)
 
+    @recorded
     def alltoall_base(self, output, tensor, received, given, opts=None):
         """What each gives to each is told in the first step: so all know how many there are."""
         self.tell("c10d::alltoall_base_", [tensor], given)

@@ -85,18 +85,18 @@ def group_of(args):
     return ProcessGroup.unbox(next(arg for arg in args if isinstance(arg, torch.ScriptObject)))
 
 
-def bytes_sent(run, function):
+def bytes_sent(run, function, group=None):
     """Bytes that each rank sends while all run function(), on average: (counted, on the wire).
 
     On the wire is what gloo's ranks on one machine put on the loopback device, by its counters:
-    headers, and whatever else uses it. None for other backends.
+    headers, and whatever else uses it. None for other backends. group: by which function() talks.
     """
     counters = Path("/proc/net/dev")
 
     def total():
         return int(counters.read_text().split("lo:")[1].split()[8])  # what it transmitted
 
-    by_gloo = run.device.type == "cpu" and dist.get_backend() == "gloo"
+    by_gloo = run.device.type == "cpu" and dist.get_backend(group) == "gloo"
     wire = by_gloo and counters.exists()
     dist.barrier()
     before = total() if wire else 0

@@ -25,6 +25,7 @@ from errors import LIMITS
 TECHNIQUES = ["hand-made", "DTensor"]
 if importlib.util.find_spec("transformers.distributed"):  # not in the course's version
     TECHNIQUES.append("transformers")
+TECHNIQUES += [f"{name}, gloo" for name in TECHNIQUES]
 SPEED = launch.ROOT / "figures" / "tp_speed.py"
 DIAGRAMS = launch.ROOT / "figures" / "diagrams.json"
 
@@ -43,7 +44,8 @@ def test_bytes_on_the_wire(tmp_path):
         results = run["results"]
         assert results["parallel"].keys() == {"forward", "backward", "generate"}
         assert results["sent_bytes"] == pytest.approx(results["formula_bytes"])
-        assert results["wire_bytes"] == pytest.approx(results["formula_bytes"], rel=0.02)
+        wire = pytest.approx(results["formula_bytes"], rel=0.02)
+        assert results["wire_bytes"] == (wire if "gloo" in run["technique"] else [None, None])
     checks = {check["name"]: check["passed"] for run in runs for check in run["checks"]}
     assert checks == {f"{technique}: loss": True for technique in TECHNIQUES}
     # Nothing is measured twice where an interrupted comparison goes on.
