@@ -22,7 +22,7 @@ import torch.distributed as dist  # noqa: E402
 import transformers  # noqa: E402
 
 from records import add, machine, resume, torchrun  # noqa: E402
-from shared_memory import NAME  # noqa: E402
+from shared_group import NAME  # noqa: E402
 from utils import UserError, make_parser, positive, start  # noqa: E402
 
 KIB = [1, 8, 64, 512, 4096, 16384]

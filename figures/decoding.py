@@ -25,7 +25,7 @@ import sharding
 from kv_cache import choose_whole, generate, generation, say_times
 from measuring import interleave, threads_alone
 from records import here_and_now
-from shared_memory import NAME
+from shared_group import NAME
 from tp_speed import BY_GLOO, TECHNIQUES, split
 from utils import UserError, make_parser, positive, start
 

@@ -67,7 +67,7 @@ from sharding import (  # noqa: F401
     sum_over_ranks,
     with_whole_logits,
 )
-from shared_memory import NAME
+from shared_group import NAME
 from starting import (
     agree,
     check_writable,

@@ -15,7 +15,8 @@ import torch.distributed as dist
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tasks"))
 import shared_memory
-from shared_memory import NAME, SLOT
+from shared_group import NAME
+from shared_memory import SLOT
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8,
           torch.bool]  # fmt: skip

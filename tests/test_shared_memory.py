@@ -52,7 +52,8 @@ import datetime, os, sys, time
 sys.path.insert(0, {tasks!r})
 import torch
 import torch.distributed as dist
-from shared_memory import NAME, Missing
+from shared_group import NAME
+from shared_memory import Missing
 
 if __name__ == "__main__":
     timeout = datetime.timedelta(seconds=3)

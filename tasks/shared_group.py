@@ -1,0 +1,280 @@
+"""A process group for ranks of one machine: its collectives go through shared memory.
+
+Each is a few steps of `shared_memory.py`, of a long message a few for each piece. Sums add in the
+order of the ranks, so that all get the same bits, each time; half precision in float32, rounded
+once. It is used like any other backend: `dist.init_process_group("shared_memory")`.
+"""
+
+import math
+from functools import partial, wraps
+
+import torch
+import torch.distributed as dist
+from torch.autograd import profiler
+
+from shared_memory import SLOT, SharedMemory
+from traffic import METERS, bytes_of
+
+NAME = "shared_memory"
+SMALL = 2**15  # of a sum of so many bytes each rank adds all, not a share, in one step, not two
+REDUCE = [(dist.ReduceOp.SUM, torch.add), (dist.ReduceOp.PRODUCT, torch.mul),
+          (dist.ReduceOp.MIN, torch.minimum), (dist.ReduceOp.MAX, torch.maximum)]  # fmt: skip
+
+
+class Done(dist._Work):
+    """The work of a collective, which is over when the call returns."""
+
+    def __init__(self, tensors):
+        super().__init__()
+        self.future = torch.futures.Future()
+        self.future.set_result(tensors)
+
+    def wait(self, timeout=None):
+        return True
+
+    def is_completed(self):
+        return True
+
+    def get_future(self):
+        return self.future
+
+
+def recorded(collective):
+    """A method that a profiler sees, as it sees other backends' collectives."""
+
+    @wraps(collective)
+    def method(self, *args, **kwargs):
+        if not profiler._is_profiler_enabled:  # then it would cost as much as a small collective
+            return collective(self, *args, **kwargs)
+        with profiler.record_function(f"{NAME}::{collective.__name__}"):
+            return collective(self, *args, **kwargs)
+
+    return method
+
+
+class SharedMemoryGroup(dist.ProcessGroup):
+    """What is not overridden here goes to gloo, which the base class hands it to."""
+
+    def __init__(self, store, rank, size, timeout):
+        super().__init__(rank, size)
+        self.gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
+        self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self.gloo)
+        self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+        members = partial(dist.get_process_group_ranks, self)
+        self.memory = SharedMemory(store, rank, size, timeout, members)
+        self.me, self.P = rank, size
+        self.mine, self.meet = self.memory.mine, self.memory.meet
+
+    def getBackendName(self):
+        return NAME
+
+    @property
+    def pg_name(self):
+        return dist.distributed_c10d._world.pg_names[self]
+
+    @property
+    def group_name(self):
+        return self.pg_name
+
+    def _get_sequence_number_for_group(self):
+        return self.memory.steps
+
+    def tell(self, name, tensors, pieces=None):
+        """What PyTorch's operator of this name would have sent."""
+        for meter in METERS:
+            meter.count(name, tensors[0], bytes_of(self, name, tensors, pieces))
+
+    @recorded
+    def barrier(self, opts=None):
+        self.meet("barrier")
+        return Done([])
+
+    @recorded
+    def broadcast(self, tensors, opts):
+        self.tell("c10d::broadcast_", tensors)
+        for tensor in tensors:
+            data = as_bytes(tensor)
+            for piece in data.split(SLOT):
+                if self.me == opts.rootRank:
+                    self.mine()[: len(piece)].copy_(piece)
+                slots = self.meet("broadcast", data.numel())
+                if self.me != opts.rootRank:
+                    piece.copy_(slots[opts.rootRank][: len(piece)])
+            give_back(data, tensor)
+        return Done(tensors)
+
+    @recorded
+    def allreduce(self, tensors, opts):
+        self.tell("c10d::allreduce_", tensors)
+        if (op := operator_of(opts)) is None:
+            return self.gloo.allreduce(tensors, opts)
+        for tensor in tensors:
+            flat = flatten(tensor)
+            for piece in flat.split(SLOT // flat.element_size()):
+                self.reduce_piece(op, piece, flat.nbytes)
+            give_back(flat, tensor)
+        return Done(tensors)
+
+    def reduce_piece(self, op, piece, nbytes):
+        as_typed(self.mine(), piece).copy_(piece)
+        parts = [as_typed(slot, piece) for slot in self.meet("all_reduce", nbytes)]
+        if piece.nbytes <= SMALL:
+            reduce_into(piece, op, parts)
+            return
+        P = len(parts)
+        cuts = [rank * len(piece) // P for rank in range(1, P)]
+        own = [part.tensor_split(cuts)[self.me] for part in parts]
+        reduce_into(as_typed(self.mine(), piece).tensor_split(cuts)[self.me], op, own)
+        sums = self.meet("all_reduce", nbytes)
+        for rank, share in enumerate(piece.tensor_split(cuts)):
+            share.copy_(as_typed(sums[rank], piece).tensor_split(cuts)[rank])
+
+    @recorded
+    def _allgather_base(self, output, tensor, opts=None):
+        self.gather_into(output.view(-1).chunk(self.P), tensor)
+        return Done([output])
+
+    @recorded
+    def allgather(self, outputs, tensors, opts=None):
+        for parts, tensor in zip(outputs, tensors, strict=True):
+            flats = [flatten(part) for part in parts]
+            self.gather_into(flats, tensor)
+            for flat, part in zip(flats, parts, strict=True):
+                give_back(flat, part)
+        return Done(outputs)
+
+    def gather_into(self, outputs, tensor):
+        """outputs: flat, of this tensor's size, of each rank's."""
+        self.tell("c10d::_allgather_base_", [tensor])
+        flat = flatten(tensor)
+        size = SLOT // flat.element_size()
+        for piece, *parts in zip(flat.split(size), *(out.split(size) for out in outputs),
+                                 strict=True):  # fmt: skip
+            as_typed(self.mine(), piece).copy_(piece)
+            slots = self.meet("all_gather", flat.nbytes)
+            for part, slot in zip(parts, slots, strict=True):
+                part.copy_(as_typed(slot, piece))
+
+    @recorded
+    def _reduce_scatter_base(self, output, tensor, opts):
+        self.tell("c10d::_reduce_scatter_base_", [tensor])
+        if (op := operator_of(opts)) is None:
+            return self.gloo._reduce_scatter_base(output, tensor, opts)
+        flat = flatten(output)
+        size = self.rooms(self.mine())[0].numel() // flat.element_size()
+        parts = [part.split(size) for part in flatten(tensor).chunk(self.P)]
+        for piece, *given in zip(flat.split(size), *parts, strict=True):
+            for room, part in zip(self.rooms(self.mine()), given, strict=True):
+                as_typed(room, part).copy_(part)
+            slots = self.meet("reduce_scatter", flat.nbytes)
+            reduce_into(piece, op, [as_typed(self.rooms(s)[self.me], piece) for s in slots])
+        give_back(flat, output)
+        return Done([output])
+
+    def reduce_scatter(self, outputs, tensors, opts):
+        for output, parts in zip(outputs, tensors, strict=True):
+            self._reduce_scatter_base(output, torch.stack(parts), opts)
+        return Done(outputs)
+
+    @recorded
+    def alltoall_base(self, output, tensor, received, given, opts=None):
+        """What each gives to each is told in the first step: so all know how many there are."""
+        self.tell("c10d::alltoall_base_", [tensor], given)
+        P, inputs, outputs = self.P, as_bytes(tensor), as_bytes(output)
+        given, received = bytes_for_each(tensor, given, P), bytes_for_each(output, received, P)
+        sources, targets = inputs.split(given), outputs.split(received)
+        size, steps, step = self.rooms(self.mine())[0].numel(), 1, 0
+        table, words = self.memory.table(), self.memory.words
+        for rank in range(P):
+            words[table + P * self.me + rank] = given[rank]
+        while step < steps:
+            at = slice(step * size, (step + 1) * size)
+            for room, source in zip(self.rooms(self.mine()), sources, strict=True):
+                piece = source[at]
+                room[: len(piece)].copy_(piece)
+            slots = self.meet("all_to_all")
+            if not step:
+                steps = math.ceil(max(words[table : table + P * P]) / size)
+                for rank in range(P):
+                    self.memory.agree_on(words[table + P * rank + self.me], received[rank], rank)
+            for slot, target in zip(slots, targets, strict=True):
+                piece = target[at]
+                piece.copy_(self.rooms(slot)[self.me][: len(piece)])
+            step += 1
+        give_back(outputs, output)
+        return Done([output])
+
+    all_to_all_single = alltoall_base
+
+    def rooms(self, slot):
+        """A slot in equal pieces, one for each rank."""
+        return slot.split(SLOT // self.P // 64 * 64)[: self.P]
+
+    # ------------------------------------------------ from one rank to another
+
+    def send(self, tensors, dst, tag=0):
+        self.tell("c10d::send", tensors)
+        return self.memory.begin(("to", dst), self.memory.push(as_bytes(tensors[0]), dst, tag))
+
+    def recv(self, tensors, src, tag=0):
+        data = as_bytes(tensors[0])
+
+        def steps():
+            yield from self.memory.pull(data, src, tag)
+            give_back(data, tensors[0])
+
+        return self.memory.begin(("from", src), steps())
+
+    def recv_anysource(self, tensors, tag=0):
+        raise NotImplementedError("to receive from any rank: name one, or use gloo")
+
+
+# ---------------------------------------------------------------- tensors
+
+
+def flatten(tensor):
+    """Its values in one dimension: the very memory, or a copy where it is not contiguous."""
+    return tensor.detach().contiguous().view(-1)
+
+
+def as_bytes(tensor):
+    return flatten(tensor).view(torch.uint8)
+
+
+def give_back(flat, tensor):
+    """What was written into `flatten(tensor)`, or its bytes, if that is a copy."""
+    if flat.data_ptr() != tensor.data_ptr() and tensor.numel():
+        tensor.detach().copy_(flat.view(tensor.dtype).view(tensor.shape))
+
+
+def as_typed(slot, like):
+    """The beginning of a slot as a tensor of the size and dtype of another, a flat one."""
+    return slot[: like.nbytes].view(like.dtype)
+
+
+def reduce_into(out, op, parts):
+    """The parts, in the order of ranks: the same bits, whoever does it."""
+    if len(parts) == 1:
+        out.copy_(parts[0])
+    elif out.is_floating_point() and out.element_size() < 4 and len(parts) > 2:
+        total = op(parts[0].float(), parts[1].float())
+        for part in parts[2:]:
+            op(total, part, out=total)
+        out.copy_(total)
+    else:
+        op(parts[0], parts[1], out=out)
+        for part in parts[2:]:
+            op(out, part, out=out)
+
+
+def operator_of(opts):
+    return next((op for kind, op in REDUCE if opts.reduceOp == kind), None)
+
+
+def bytes_for_each(tensor, sizes, number):
+    """Of rows of a tensor for each of a number of ranks; no sizes: as many for each."""
+    row = tensor.nbytes // max(len(tensor), 1)
+    return [row * size for size in sizes or [len(tensor) // number] * number]
+
+
+dist.Backend.register_backend(NAME, SharedMemoryGroup, devices=["cpu"])
