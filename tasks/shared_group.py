@@ -26,8 +26,7 @@ class Done(dist._Work):
 
     def __init__(self, tensors):
         super().__init__()
-        self.future = torch.futures.Future()
-        self.future.set_result(tensors)
+        self.tensors = tensors
 
     def wait(self, timeout=None):
         return True
@@ -36,7 +35,9 @@ class Done(dist._Work):
         return True
 
     def get_future(self):
-        return self.future
+        future = torch.futures.Future()
+        future.set_result(self.tensors)
+        return future
 
 
 def recorded(collective):
@@ -94,12 +95,12 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self.tell("c10d::broadcast_", tensors)
         for tensor in tensors:
             data = as_bytes(tensor)
-            for piece in data.split(SLOT):
+            for piece in pieces(data):
                 if self.me == opts.rootRank:
-                    self.mine()[: len(piece)].copy_(piece)
-                slots = self.meet("broadcast", data.numel())
+                    self.mine(piece).copy_(piece)
+                slots = self.meet("broadcast", data.nbytes, piece)
                 if self.me != opts.rootRank:
-                    piece.copy_(slots[opts.rootRank][: len(piece)])
+                    piece.copy_(slots[opts.rootRank])
             give_back(data, tensor)
         return Done(tensors)
 
@@ -110,24 +111,30 @@ class SharedMemoryGroup(dist.ProcessGroup):
             return self.gloo.allreduce(tensors, opts)
         for tensor in tensors:
             flat = flatten(tensor)
-            for piece in flat.split(SLOT // flat.element_size()):
+            for piece in pieces(flat):
                 self.reduce_piece(op, piece, flat.nbytes)
             give_back(flat, tensor)
         return Done(tensors)
 
     def reduce_piece(self, op, piece, nbytes):
-        as_typed(self.mine(), piece).copy_(piece)
-        parts = [as_typed(slot, piece) for slot in self.meet("all_reduce", nbytes)]
         if piece.nbytes <= SMALL:
-            reduce_into(piece, op, parts)
+            self.mine(piece).copy_(piece)
+            reduce_into(piece, op, self.meet("all_reduce", nbytes, piece))
             return
-        P = len(parts)
-        cuts = [rank * len(piece) // P for rank in range(1, P)]
-        own = [part.tensor_split(cuts)[self.me] for part in parts]
-        reduce_into(as_typed(self.mine(), piece).tensor_split(cuts)[self.me], op, own)
-        sums = self.meet("all_reduce", nbytes)
-        for rank, share in enumerate(piece.tensor_split(cuts)):
-            share.copy_(as_typed(sums[rank], piece).tensor_split(cuts)[rank])
+        cuts = [rank * len(piece) // self.P for rank in range(1, self.P)]
+        shares, me = piece.tensor_split(cuts), self.me
+        others = [rank for rank in range(self.P) if rank != me]
+        slots = self.mine(piece).tensor_split(cuts)
+        for rank in others:
+            slots[rank].copy_(shares[rank])
+        parts = [part.tensor_split(cuts)[me] for part in self.meet("all_reduce", nbytes, piece)]
+        parts[me] = shares[me]
+        total = self.mine(piece).tensor_split(cuts)[me]
+        reduce_into(total, op, parts)
+        shares[me].copy_(total)
+        sums = self.meet("all_reduce", nbytes, piece)
+        for rank in others:
+            shares[rank].copy_(sums[rank].tensor_split(cuts)[rank])
 
     @recorded
     def _allgather_base(self, output, tensor, opts=None):
@@ -147,13 +154,11 @@ class SharedMemoryGroup(dist.ProcessGroup):
         """outputs: flat, of this tensor's size, of each rank's."""
         self.tell("c10d::_allgather_base_", [tensor])
         flat = flatten(tensor)
-        size = SLOT // flat.element_size()
-        for piece, *parts in zip(flat.split(size), *(out.split(size) for out in outputs),
-                                 strict=True):  # fmt: skip
-            as_typed(self.mine(), piece).copy_(piece)
-            slots = self.meet("all_gather", flat.nbytes)
+        for piece, *parts in zip(pieces(flat), *map(pieces, outputs), strict=True):
+            self.mine(piece).copy_(piece)
+            slots = self.meet("all_gather", flat.nbytes, piece)
             for part, slot in zip(parts, slots, strict=True):
-                part.copy_(as_typed(slot, piece))
+                part.copy_(slot)
 
     @recorded
     def _reduce_scatter_base(self, output, tensor, opts):
@@ -234,7 +239,14 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
 def flatten(tensor):
     """Its values in one dimension: the very memory, or a copy where it is not contiguous."""
-    return tensor.detach().contiguous().view(-1)
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    return tensor.contiguous().view(-1)
+
+
+def pieces(flat):
+    """Of at most a slot each."""
+    return [flat] if flat.nbytes <= SLOT else flat.split(SLOT // flat.element_size())
 
 
 def as_bytes(tensor):
@@ -268,7 +280,8 @@ def reduce_into(out, op, parts):
 
 
 def operator_of(opts):
-    return next((op for kind, op in REDUCE if opts.reduceOp == kind), None)
+    wanted = opts.reduceOp
+    return next((op for kind, op in REDUCE if wanted == kind), None)
 
 
 def bytes_for_each(tensor, sizes, number):

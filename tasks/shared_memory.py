@@ -29,7 +29,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-SLOT = 2**20  # bytes that a rank can give in one step
+SLOT = 2**22  # bytes that a rank can give in one step
 LINE = 8  # words of 8 bytes in a cache line: no two ranks write into one
 SAID, BEAT, PROCESS = 1, 3, 4  # what is in a rank's line behind its counter
 TAG = 3  # and in a pair's, behind SAID; of these two there are two, of two steps in turns
@@ -72,14 +72,27 @@ class SharedMemory:
         _, slots, boxes = torch.frombuffer(memory, dtype=torch.uint8).split(sizes)
         self.slots = [half.split(SLOT) for half in slots.chunk(2)]
         self.boxes = boxes.view(size, size, 2, SLOT)
+        self.views = {}
 
     # ------------------------------------------------ all together
 
-    def mine(self):
-        """The slot that this rank writes into in its next step."""
-        return self.slots[(self.steps + 1) % 2][self.me]
+    def halves(self, like):
+        """The slots of both, or what of them has the size and the dtype of a flat tensor."""
+        if like is None:
+            return self.slots
+        key = like.dtype, like.nbytes
+        if key not in self.views:  # to make them takes longer than a small sum
+            if len(self.views) > 99:
+                self.views.clear()
+            self.views[key] = [[slot[: like.nbytes].view(like.dtype) for slot in half]
+                               for half in self.slots]  # fmt: skip
+        return self.views[key]
 
-    def meet(self, kind, nbytes=0):
+    def mine(self, like=None):
+        """The slot that this rank writes into in its next step."""
+        return self.halves(like)[(self.steps + 1) % 2][self.me]
+
+    def meet(self, kind, nbytes=0, like=None):
         """A step, after `mine` was written: all ranks' slots, until the next step.
 
         kind, nbytes: what this rank believes that all do. Raises RuntimeError where another does
@@ -101,7 +114,7 @@ class SharedMemory:
                     f"rank {self.me} is in {kind} of {nbytes} bytes, but rank {rank} of this group "
                     f"in {KINDS[other >> 56]} of {other & 2**56 - 1}"
                 )
-        return self.slots[n % 2]
+        return self.halves(like)[n % 2]
 
     def agree_on(self, sent, expected, rank):
         if sent != expected:
