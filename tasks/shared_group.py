@@ -209,6 +209,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
         give_back(outputs, output)
         return Done([output])
 
+    # As PyTorch calls them from 2.13 on.
+    all_gather_single, reduce_scatter_single = _allgather_base, _reduce_scatter_base
     all_to_all_single = alltoall_base
 
     def rooms(self, slot):

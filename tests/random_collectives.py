@@ -14,9 +14,11 @@ import torch
 import torch.distributed as dist
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tasks"))
+import shared_group
 import shared_memory
 from shared_group import NAME
-from shared_memory import SLOT
+
+SLOT = shared_memory.SLOT = shared_group.SLOT = 2**18  # smaller, so that more are in pieces
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8,
           torch.bool]  # fmt: skip
@@ -44,10 +46,12 @@ def main(count):
             continue
         make, state = partial(values, dtype), (draw.getstate(), torch.get_rng_state())
         results = []
+        begun = groups[0].memory.steps
         for group in groups:  # each draws the same
             draw.setstate(state[0])
             torch.set_rng_state(state[1])
             results.append(kind(make, n, group, ranks, draw))
+        assert kind is ring or groups[0].memory.steps > begun, f"{kind.__name__}: by gloo, both"
         (ours, size), (theirs, _) = results
         said = f"{number}: {kind.__name__}, {dtype}, {n} values, of ranks {ranks}"
         if size is None or not dtype.is_floating_point:
