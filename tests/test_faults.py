@@ -196,9 +196,9 @@ class Working:
     """A script under torchrun that works until it is stopped; the processes of a job."""
 
     def __init__(self, script, *args, nproc=2, env=None, folder=launch.TASKS):
-        self.job = uuid.uuid4().hex
+        self.job, (script, *flags) = uuid.uuid4().hex, script.split()
         # On a GPU NCCL's own watchdog ends ranks that wait, and names nobody.
-        args = [*ENDLESS[script], *args, "--device", "cpu"]
+        args = [*ENDLESS[script], *flags, *args, "--device", "cpu"]
         words = launch.command(folder / f"{script}.py", *args, nproc=nproc)
         self.agent = subprocess.Popen(
             words, env=launch.environment(self.job, env), cwd=launch.ROOT,
@@ -231,10 +231,13 @@ class Working:
         return launch.Result(self.agent.returncode, out, err, 0, launch.survivors(self.job))
 
 
+BY_GLOO = f"{FIRST} --gloo"
+
+
 @pytest.mark.parametrize(
     ("script", "rank"),
     [(FIRST, 0)]
-    + [pytest.param(s, rank, marks=pytest.mark.stress) for s in ENDLESS for rank in (0, 1)],
+    + [pytest.param(s, r, marks=pytest.mark.stress) for s in [*ENDLESS, BY_GLOO] for r in (0, 1)],
 )
 def test_killed(script, rank):
     """The job ends within 15 s, and torchrun names rank and signal."""
@@ -245,7 +248,7 @@ def test_killed(script, rank):
     assert "SIGKILL" in result.err and f"rank      : {rank} " in result.err, result.tail()
 
 
-@pytest.mark.parametrize("script", stressed(ENDLESS, [FIRST]))
+@pytest.mark.parametrize("script", stressed([*ENDLESS, BY_GLOO], [FIRST, BY_GLOO]))
 def test_stopped(script):
     """A rank that hangs (it is stopped, sleeps, or holds the interpreter) is named, and ended."""
     with Working(script, "--timeout", 4) as job:
@@ -292,11 +295,12 @@ def test_download_takes_long(tmp_path):
     assert result.code == 0 and result.seconds > 8, result.tail()
 
 
+@pytest.mark.parametrize("script", stressed([FIRST, BY_GLOO]))
 @pytest.mark.parametrize("own_store", ["0", pytest.param("1", marks=pytest.mark.stress)])
-def test_rank_0_is_stopped(own_store):
+def test_rank_0_is_stopped(script, own_store):
     """It is named, also where it is itself who holds the ranks' store."""
     env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": own_store}
-    with Working(FIRST, "--timeout", 4, env=env) as job:
+    with Working(script, "--timeout", 4, env=env) as job:
         job.rank(0).send_signal(signal.SIGSTOP)
         # torchrun would wait half a minute for one that is stopped: the other ends it, at once or,
         # if the store does not answer either, 7 s later.
@@ -305,7 +309,7 @@ def test_rank_0_is_stopped(own_store):
     assert len(result.errors()) == 1 and "rank 0 d" in result.errors()[0], result.tail()
 
 
-@pytest.mark.parametrize("script", stressed(ENDLESS, [FIRST]))
+@pytest.mark.parametrize("script", stressed([*ENDLESS, BY_GLOO], [FIRST]))
 def test_torchrun_is_killed(script):
     """Its ranks end with it."""
     with Working(script) as job:
@@ -357,7 +361,7 @@ def test_interrupted_twice(tmp_path):
     assert result.code and not result.survivors, result.tail()
 
 
-@pytest.mark.parametrize("script", stressed(ENDLESS, [FIRST]))
+@pytest.mark.parametrize("script", stressed([*ENDLESS, BY_GLOO], [FIRST]))
 def test_interrupted(script):
     """Ctrl-C ends all, within seconds, without a rank's traceback."""
     with Working(script) as job:

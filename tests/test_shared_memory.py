@@ -135,6 +135,54 @@ def test_who_is_missing(name, tmp_path):
         assert line in result.out, result.tail()
 
 
+BUILT_ON_IT = """
+import copy, sys
+sys.path.insert(0, {tasks!r})
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.distributed.tensor import DTensor
+import shared_group
+
+def grads(model):
+    found = [p.grad for p in model.parameters()]
+    return [g.full_tensor() if isinstance(g, DTensor) else g for g in found]
+
+if __name__ == "__main__":
+    dist.init_process_group(shared_group.NAME)
+    rank, P = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    layers = nn.Sequential(*(nn.Sequential(nn.Linear(24, 24), nn.Tanh()) for _ in range(P)))
+    x, y = torch.randn(2, 4 * P, 24)
+    whole = copy.deepcopy(layers)
+    nn.functional.mse_loss(whole(x), y).backward()
+
+    sharded = copy.deepcopy(layers)
+    for layer in sharded:
+        fully_shard(layer, mesh=init_device_mesh("cpu", (P,)))
+    fully_shard(sharded, mesh=init_device_mesh("cpu", (P,)))
+    mine = slice(4 * rank, 4 * rank + 4)
+    nn.functional.mse_loss(sharded(x[mine]), y[mine]).backward()
+    torch.testing.assert_close(grads(sharded), grads(whole))
+
+    stage = PipelineStage(copy.deepcopy(layers[rank]), rank, P, torch.device("cpu"))
+    schedule = ScheduleGPipe(stage, 2, loss_fn=nn.functional.mse_loss)
+    schedule.step(*[x] * (rank == 0), **dict(target=y) if rank == P - 1 else {{}})
+    torch.testing.assert_close(grads(stage.submod), grads(whole[rank]))
+    print("built")
+"""
+
+
+def test_built_on_it(tmp_path):
+    """PyTorch's FSDP2 and pipelining; meshes, DTensor and functional collectives with them."""
+    (tmp_path / "built.py").write_text(BUILT_ON_IT.format(tasks=str(launch.TASKS)))
+    result = launch.ranks(tmp_path / "built.py", nproc=3, folder=tmp_path)
+    assert result.out.count("built") == 3, result.tail()
+
+
 BYTES = ["--batch-size", 1, "--seq-len", 201, "--repeats", 0]
 
 
