@@ -126,12 +126,12 @@ def all_reduce(tensor, group):
 def all_reduce_(tensor, group):
     """Sum over the ranks of `group`, in place. tensor: contiguous.
 
-    A library's all-reduce adds half-precision parts one by one, and rounds each time. Here each
-    rank is sent all parts of its slice, adds them in float32, and rounds once. A scatter and a
-    gather are what an all-reduce is made of: it costs no byte more.
+    A library's all-reduce adds half-precision parts one by one, and rounds each time. (Not so that
+    of `shared_group.py`.) Here each rank is sent all parts of its slice, adds them in float32, and
+    rounds once. A scatter and a gather are what an all-reduce is made of: it costs no byte more.
     """
     P = group.size()
-    if P <= 2 or tensor.dtype.itemsize > 2:
+    if P <= 2 or tensor.dtype.itemsize > 2 or dist.get_backend(group) == "shared_memory":
         dist.all_reduce(tensor, group=group)
         return
     flat = tensor.view(-1)

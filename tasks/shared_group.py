@@ -11,17 +11,21 @@ from functools import partial, wraps
 import torch
 import torch.distributed as dist
 from torch.autograd import profiler
+from torch.distributed.distributed_c10d import Work
 
 from shared_memory import SLOT, SharedMemory
 from traffic import METERS, bytes_of
 
 NAME = "shared_memory"
 SMALL = 2**15  # of a sum of so many bytes each rank adds all, not a share, in one step, not two
-REDUCE = [(dist.ReduceOp.SUM, torch.add), (dist.ReduceOp.PRODUCT, torch.mul),
-          (dist.ReduceOp.MIN, torch.minimum), (dist.ReduceOp.MAX, torch.maximum)]  # fmt: skip
+REDUCE = [  # what is asked for, what adds a part, and whether all is divided by their number
+    (dist.ReduceOp.SUM, (torch.add, False)), (dist.ReduceOp.AVG, (torch.add, True)),
+    (dist.ReduceOp.PRODUCT, (torch.mul, False)), (dist.ReduceOp.MIN, (torch.minimum, False)),
+    (dist.ReduceOp.MAX, (torch.maximum, False)),
+]  # fmt: skip
 
 
-class Done(dist._Work):
+class Done(Work):
     """The work of a collective, which is over when the call returns."""
 
     def __init__(self, tensors):
@@ -54,7 +58,11 @@ def recorded(collective):
 
 
 class SharedMemoryGroup(dist.ProcessGroup):
-    """What is not overridden here goes to gloo, which the base class hands it to."""
+    """What is not overridden here goes to gloo, which the base class hands it to.
+
+    A collective is over when its call returns, also with async_op. A message goes on while its rank
+    waits here, for whatever; not while it waits by gloo, or computes.
+    """
 
     def __init__(self, store, rank, size, timeout):
         super().__init__(rank, size)
@@ -69,16 +77,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def getBackendName(self):
         return NAME
 
-    @property
-    def pg_name(self):
-        return dist.distributed_c10d._world.pg_names[self]
-
-    @property
-    def group_name(self):
-        return self.pg_name
-
     def _get_sequence_number_for_group(self):
-        return self.memory.steps
+        return self.memory.steps + self.gloo._get_sequence_number_for_group()
 
     def tell(self, name, tensors, pieces=None):
         """What PyTorch's operator of this name would have sent."""
@@ -107,19 +107,19 @@ class SharedMemoryGroup(dist.ProcessGroup):
     @recorded
     def allreduce(self, tensors, opts):
         self.tell("c10d::allreduce_", tensors)
-        if (op := operator_of(opts)) is None:
+        if (how := operator_of(opts)) is None:
             return self.gloo.allreduce(tensors, opts)
         for tensor in tensors:
             flat = flatten(tensor)
             for piece in pieces(flat):
-                self.reduce_piece(op, piece, flat.nbytes)
+                self.reduce_piece(how, piece, flat.nbytes)
             give_back(flat, tensor)
         return Done(tensors)
 
-    def reduce_piece(self, op, piece, nbytes):
+    def reduce_piece(self, how, piece, nbytes):
         if piece.nbytes <= SMALL:
             self.mine(piece).copy_(piece)
-            reduce_into(piece, op, self.meet("all_reduce", nbytes, piece))
+            reduce_into(piece, how, self.meet("all_reduce", nbytes, piece))
             return
         cuts = [rank * len(piece) // self.P for rank in range(1, self.P)]
         shares, me = piece.tensor_split(cuts), self.me
@@ -130,7 +130,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         parts = [part.tensor_split(cuts)[me] for part in self.meet("all_reduce", nbytes, piece)]
         parts[me] = shares[me]
         total = self.mine(piece).tensor_split(cuts)[me]
-        reduce_into(total, op, parts)
+        reduce_into(total, how, parts)
         shares[me].copy_(total)
         sums = self.meet("all_reduce", nbytes, piece)
         for rank in others:
@@ -138,7 +138,9 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     @recorded
     def _allgather_base(self, output, tensor, opts=None):
-        self.gather_into(output.view(-1).chunk(self.P), tensor)
+        flat = flatten(output)
+        self.gather_into(flat.chunk(self.P), tensor)
+        give_back(flat, output)
         return Done([output])
 
     @recorded
@@ -154,6 +156,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
         """outputs: flat, of this tensor's size, of each rank's."""
         self.tell("c10d::_allgather_base_", [tensor])
         flat = flatten(tensor)
+        for out in outputs:
+            must_be(out.numel(), flat.numel())
         for piece, *parts in zip(pieces(flat), *map(pieces, outputs), strict=True):
             self.mine(piece).copy_(piece)
             slots = self.meet("all_gather", flat.nbytes, piece)
@@ -163,22 +167,25 @@ class SharedMemoryGroup(dist.ProcessGroup):
     @recorded
     def _reduce_scatter_base(self, output, tensor, opts):
         self.tell("c10d::_reduce_scatter_base_", [tensor])
-        if (op := operator_of(opts)) is None:
+        if (how := operator_of(opts)) is None:
             return self.gloo._reduce_scatter_base(output, tensor, opts)
         flat = flatten(output)
+        must_be(tensor.numel(), self.P * flat.numel())
         size = self.rooms(self.mine())[0].numel() // flat.element_size()
         parts = [part.split(size) for part in flatten(tensor).chunk(self.P)]
         for piece, *given in zip(flat.split(size), *parts, strict=True):
             for room, part in zip(self.rooms(self.mine()), given, strict=True):
                 as_typed(room, part).copy_(part)
             slots = self.meet("reduce_scatter", flat.nbytes)
-            reduce_into(piece, op, [as_typed(self.rooms(s)[self.me], piece) for s in slots])
+            reduce_into(piece, how, [as_typed(self.rooms(s)[self.me], piece) for s in slots])
         give_back(flat, output)
         return Done([output])
 
     def reduce_scatter(self, outputs, tensors, opts):
+        if operator_of(opts) is None:
+            return self.gloo.reduce_scatter(outputs, tensors, opts)
         for output, parts in zip(outputs, tensors, strict=True):
-            self._reduce_scatter_base(output, torch.stack(parts), opts)
+            self._reduce_scatter_base(output, torch.cat([flatten(part) for part in parts]), opts)
         return Done(outputs)
 
     @recorded
@@ -209,9 +216,22 @@ class SharedMemoryGroup(dist.ProcessGroup):
         give_back(outputs, output)
         return Done([output])
 
+    # Functional collectives come here, DTensor's and transformers'.
+    def allgather_into_tensor_coalesced(self, outputs, tensors, opts=None):
+        for output, tensor in zip(outputs, tensors, strict=True):
+            self._allgather_base(output, tensor)
+        return Done(outputs)
+
+    def reduce_scatter_tensor_coalesced(self, outputs, tensors, opts):
+        for output, tensor in zip(outputs, tensors, strict=True):
+            self._reduce_scatter_base(output, tensor, opts).wait()
+        return Done(outputs)
+
     # As PyTorch calls them from 2.13 on.
     all_gather_single, reduce_scatter_single = _allgather_base, _reduce_scatter_base
     all_to_all_single = alltoall_base
+    all_gather_single_coalesced = allgather_into_tensor_coalesced
+    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
 
     def rooms(self, slot):
         """A slot in equal pieces, one for each rank."""
@@ -266,24 +286,33 @@ def as_typed(slot, like):
     return slot[: like.nbytes].view(like.dtype)
 
 
-def reduce_into(out, op, parts):
+def must_be(numel, expected):
+    if numel != expected:
+        raise ValueError(f"a tensor has {numel} values, where {expected} are expected")
+
+
+def reduce_into(out, how, parts):
     """The parts, in the order of ranks: the same bits, whoever does it."""
+    op, mean = how
     if len(parts) == 1:
         out.copy_(parts[0])
     elif out.is_floating_point() and out.element_size() < 4 and len(parts) > 2:
         total = op(parts[0].float(), parts[1].float())
         for part in parts[2:]:
             op(total, part, out=total)
-        out.copy_(total)
+        out.copy_(total.div_(len(parts)) if mean else total)
     else:
         op(parts[0], parts[1], out=out)
         for part in parts[2:]:
             op(out, part, out=out)
+        if mean:
+            out.div_(len(parts))
 
 
 def operator_of(opts):
+    """How to reduce; None: by gloo, if it can."""
     wanted = opts.reduceOp
-    return next((op for kind, op in REDUCE if wanted == kind), None)
+    return next((how for kind, how in REDUCE if wanted == kind), None)
 
 
 def bytes_for_each(tensor, sizes, number):

@@ -28,12 +28,14 @@ from pathlib import Path
 import psutil
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Work
 
 SLOT = 2**22  # bytes that a rank can give in one step
-LINE = 8  # words of 8 bytes in a cache line: no two ranks write into one
+LINE = 8  # words of 8 bytes in a cache line: no two ranks' counters are in one
 SAID, BEAT, PROCESS = 1, 3, 4  # what is in a rank's line behind its counter
-TAG = 3  # and in a pair's, behind SAID; of these two there are two, of two steps in turns
+TAG = 3  # and in a pair's, behind SAID; both are there twice, for two steps in turns
 SPIN_S, YIELD_S, LOOK_S = 2e-4, 1e-3, 0.1  # see `until`
+RECENT_S = 2  # who has said so long ago that it waits does so still
 KINDS = ["barrier", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"]
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 WAITING = []  # memories with messages on their way, which go on while a rank waits for anything
@@ -144,7 +146,11 @@ class SharedMemory:
                 continue
             if waited - looked > LOOK_S:
                 looked = waited
-                self.look_for(late(), waited)
+                try:
+                    self.look_for(late(), waited)
+                except RuntimeError:
+                    if not condition():  # else it has come in this very moment, and gone
+                        raise
             time.sleep(min(max(waited / 100, 5e-5), 1e-3))
 
     def look_for(self, late, waited):
@@ -153,19 +159,20 @@ class SharedMemory:
         world = getattr(dist.group.WORLD, "memory", self)
         if world is not self:
             late = [self.members()[rank] for rank in late]
-        words, now = world.words, time.monotonic_ns()
+        words, now, number = world.words, time.monotonic_ns(), world.members()
         words[LINE * world.me + BEAT] = now
         ended = [rank for rank in late if has_ended(words[LINE * rank + PROCESS])]
         if ended:
+            ended = [number[rank] for rank in ended]
             raise Missing(f"rank {in_words(ended)} has ended", ended)
         if waited > self.timeout_s:
-            recent = now - self.timeout_s * 1e9 / 2
-            waiting = [r for r in world.ranks if words[LINE * r + BEAT] > recent]
+            recent = now - 1e9 * RECENT_S
+            waiting = [number[r] for r in world.ranks if words[LINE * r + BEAT] > recent]
             # Those late may themselves wait for others, in other groups.
-            hanging = [rank for rank in world.ranks if rank not in waiting]
-            late = [rank for rank in late if rank in hanging] or hanging
+            hanging = [rank for rank in number if rank not in waiting]
+            late = [number[rank] for rank in late if number[rank] in hanging] or hanging
             if not late:
-                raise RuntimeError(f"rank {world.me} and all others wait, each for something else")
+                raise RuntimeError("all ranks wait, each for something else")
             said = f"rank {in_words(late)} did not come, in {self.timeout_s:g} s, to what rank"
             raise Missing(f"{said} {in_words(waiting)} waited for", late, waiting)
 
@@ -183,8 +190,8 @@ class SharedMemory:
     def advance(self):
         """Go on with all messages as far as they come without waiting."""
         for key, queue in list(self.queues.items()):
-            while queue and next(queue[0].steps, self) is self:
-                queue.popleft().over = True
+            while queue and queue[0].go_on():
+                queue.popleft()
             if not queue:
                 del self.queues[key]
         if not self.queues and self in WAITING:
@@ -220,15 +227,26 @@ class SharedMemory:
             self.words[emptied] = number
 
 
-class Transfer(dist._Work):
+class Transfer(Work):
     """A message on its way: a generator, which yields where it has to wait for the other rank."""
 
     def __init__(self, memory, steps, other):
         super().__init__()
-        self.memory, self.steps, self.other, self.over = memory, steps, other, False
+        self.memory, self.steps, self.other = memory, steps, other
+        self.over, self.error = False, None
+
+    def go_on(self):
+        """Whether it is over: then `wait` tells how it ended."""
+        try:
+            self.over = next(self.steps, self) is self
+        except RuntimeError as error:
+            self.over, self.error = True, error
+        return self.over
 
     def is_completed(self):
         self.memory.advance()
+        if self.error:
+            raise self.error
         return self.over
 
     def wait(self, timeout=None):
@@ -248,7 +266,7 @@ def neighbourhood():
         for number in (file, os.open(f"/proc/{os.getpid()}/fd/{file}", os.O_RDWR)):
             os.close(number)
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        node = os.environ.get("GROUP_RANK", "0")  # torchrun's name for a torchrun
+        node = os.environ.get("GROUP_RANK", "0")  # of several torchruns, which one's
         return f"{boot} {os.readlink('/proc/self/ns/pid')} {os.getuid()} {node}"
     return None
 

@@ -177,8 +177,8 @@ def start(args):
     else:
         backend = NAME if can_share and not args.gloo else "gloo"
         if not can_share and not args.gloo:
-            notes.append("no memory that all ranks could share (they are on several machines, or "
-                         "this is no Linux on x86-64): they talk by gloo")  # fmt: skip
+            notes.append("no memory that all ranks could share (on several machines, on other than "
+                         "Linux on x86-64, with /proc closed): they talk by gloo")  # fmt: skip
     watch = Watch(store, rank, world_size, args.timeout)
     try:
         dist.init_process_group(

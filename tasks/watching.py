@@ -7,7 +7,8 @@ that one, in C, where no signal's handler of Python's runs. Two threads on each 
 * A rank does not come to a collective (it sleeps, is stopped, or computes). Each process group
   counts the collectives that a rank has begun. A rank whose counts stand still puts them into the
   ranks' store; after --timeout seconds, who has begun one more than another waits for that one,
-  and names it. (The backend's own timeout, which names nobody, is later.)
+  and names it. (The backend's own timeout, which names nobody, is later. In shared memory a rank
+  sees by itself who is late, and raises `Missing`.)
 * A machine is cut off: between several nodes, one rank of each tells the others every second that
   it is alive. Silence for NODE_TIMEOUT seconds (the environment's; default 15) ends the job.
 """
@@ -196,7 +197,12 @@ class Watch:
         The error itself is said first, in a line: what is made of it might be wrong.
         """
         if isinstance(error, Missing) and error.waiting:
-            self.name(error.late, error.waiting, traceback.extract_tb(error.__traceback__))
+            late, waiting = error.late, error.waiting
+            if time.monotonic() - self.contact < 5:  # the store answers
+                more = self.late(self.store)  # those late may wait elsewhere, not in shared memory
+                if self.rank in more[1]:
+                    late = [rank for rank in late if rank in more[0]] or more[0]
+            self.name(late, waiting, traceback.extract_tb(error.__traceback__))
         if self.world_size == 1 or not speaks_of_an_end(error):
             return
         said = f"{type(error).__name__}: {' '.join(str(error).split())}"
@@ -213,6 +219,8 @@ class Watch:
             everyone = range(self.world_size)
             waited = [rank for rank in everyone if self.store.check([f"waited/{rank}"])]
             missing = [rank for rank in everyone if rank not in waited]
+            if isinstance(error, Missing):
+                missing = error.late
             if not missing:
                 return  # a bug, with its traceback
             if self.rank != waited[0]:
@@ -230,7 +238,7 @@ def collectives_begun():
         return {}
     counts = {}
     for group in list(dist.distributed_c10d._world.pg_map):
-        with suppress(RuntimeError):  # it is being made
+        with suppress(RuntimeError, KeyError):  # it is being made
             count = group._get_sequence_number_for_group()
             counts[group.group_name] = [count, dist.get_process_group_ranks(group)]
     return counts

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tasks"))
 import shared_group
@@ -42,7 +43,7 @@ def main(count):
             continue
         if own.random() < 0.05:
             time.sleep(own.expovariate(200))
-        if dtype == torch.bool and kind in (all_reduce, reduce_scatter):
+        if dtype == torch.bool and kind in (all_reduce, reduce_scatter, functional):
             continue
         make, state = partial(values, dtype), (draw.getstate(), torch.get_rng_state())
         results = []
@@ -150,12 +151,23 @@ def objects(make, n, group, ranks, draw):
     return make(0), None
 
 
+def functional(make, n, group, ranks, draw):
+    """As DTensor asks for them."""
+    x = make(n * len(ranks))
+    if draw.random() < 0.5:
+        return funcol.all_gather_tensor(x, 0, group) + 0, None
+    scattered = funcol.reduce_scatter_tensor(x, "sum", 0, group) + 0
+    parts = gathered(x, group, ranks).double().abs().sum(0)
+    return scattered, parts.chunk(len(ranks))[group.rank()]
+
+
 def barrier(make, n, group, ranks, draw):
     dist.barrier(group=group)
     return make(0), None
 
 
-KINDS = [all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, ring, objects, barrier]
+KINDS = [all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, ring, objects, functional,
+         barrier]  # fmt: skip
 
 if __name__ == "__main__":
     main(int(sys.argv[1]))

@@ -93,7 +93,7 @@ SCENES = {
     ),
     "each waits for the next": (
         ["dist.recv(x, 1)", "dist.recv(x, 2)", "dist.recv(x, 0)"],
-        ["rank 0: RuntimeError after 3 s: rank 0 and all others wait, each for something else"],
+        ["rank 0: RuntimeError after 3 s: all ranks wait, each for something else"],
     ),
     "other collectives": (
         ["dist.all_reduce(x)", "dist.barrier()", "dist.barrier()"],
