@@ -116,7 +116,8 @@ def draw_collectives(data, path):
                 axis.annotate(f"{median:,.0f}", (size, median), (0, 6), fontsize=8, ha="center",
                               textcoords="offset points")  # fmt: skip
         axis.set(xscale="log", yscale="log", title=f"{P} ranks", xlabel="size of a sum")
-        axis.set_xticks(sizes, [f"{size // 1024:,} KiB" for size in sizes], fontsize=8)
+        names = [f"{size >> 20} MiB" if size >= 2**20 else f"{size >> 10} KiB" for size in sizes]
+        axis.set_xticks(sizes, names, fontsize=8)
         axis.minorticks_off()
     axes[0].set_ylabel("microseconds, median")
     axes[0].legend(frameon=False)
