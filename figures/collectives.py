@@ -31,7 +31,7 @@ GROUPS = "shared memory", "gloo"
 
 
 def measure(args):
-    """Seconds of each sum: {"8 KiB": {group: [s, ...]}}, after a check of what it gives."""
+    """Seconds of each sum: {"8" (KiB): {group: [s, ...]}}, after a check of what it gives."""
     with start(args) as run:
         if dist.get_backend() != NAME:
             raise UserError(f"this is about shared memory, not {dist.get_backend()}")

@@ -9,7 +9,6 @@ own plan, each over both, in turns, slowest rank, as everywhere; and Task 2's wi
 """
 
 import sys
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from unittest.mock import patch
@@ -42,9 +41,8 @@ def own_only(tensor, group):
 
 def without_collectives(contender):
     """Task 2's model, each rank for itself."""
-    with ExitStack() as stack:
-        stack.enter_context(patch.object(sharding, "all_reduce", alone))
-        stack.enter_context(patch.object(kv_cache, "all_gather", own_only))
+    sums, choice = (sharding, "all_reduce", alone), (kv_cache, "all_gather", own_only)
+    with patch.object(*sums), patch.object(*choice):
         yield from contender()
 
 

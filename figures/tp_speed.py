@@ -44,6 +44,7 @@ from measuring import (  # noqa: E402
 )
 from model_checks import expect_loss  # noqa: E402
 from records import add, machine, resume, threads_of, torchrun  # noqa: E402
+from shared_group import NAME  # noqa: E402
 from tp_llama import tensor_parallelize  # noqa: E402
 from traffic import bytes_sent  # noqa: E402
 from utils import DTYPES, make_parser, natural, positive, start  # noqa: E402
@@ -267,7 +268,7 @@ def profile(run, function):
         if on_gpu and (event.device_type.name != "CUDA" or event.is_user_annotation):
             continue  # a kernel's time is credited to what launched it, too
         spent = (event.self_device_time_total if on_gpu else event.self_cpu_time_total) / 1e6
-        if event.key.startswith("shared_memory::"):  # with the kernels that copy and add there
+        if event.key.startswith(f"{NAME}::"):  # with the kernels that copy and add there
             collectives += event.cpu_time_total / 1e6
             kernels -= event.cpu_time_total / 1e6 - spent
         elif event.key.startswith(WAITING):

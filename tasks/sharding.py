@@ -12,6 +12,8 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
+from shared_group import NAME
+
 try:
     from torch.distributed import all_gather_single
 except ImportError:  # its name before PyTorch 2.13
@@ -131,7 +133,7 @@ def all_reduce_(tensor, group):
     rounds once. A scatter and a gather are what an all-reduce is made of: it costs no byte more.
     """
     P = group.size()
-    if P <= 2 or tensor.dtype.itemsize > 2 or dist.get_backend(group) == "shared_memory":
+    if P <= 2 or tensor.dtype.itemsize > 2 or dist.get_backend(group) == NAME:
         dist.all_reduce(tensor, group=group)
         return
     flat = tensor.view(-1)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.autograd import profiler
 from torch.distributed.distributed_c10d import Work
 
-from shared_memory import SLOT, SharedMemory
+from shared_memory import SLOT, SharedMemory, beginning
 from traffic import METERS, bytes_of
 
 NAME = "shared_memory"
@@ -72,6 +72,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         members = partial(dist.get_process_group_ranks, self)
         self.memory = SharedMemory(store, rank, size, timeout, members)
         self.me, self.P = rank, size
+        self.room = SLOT // size // 64 * 64  # bytes that a slot has for each rank
         self.mine, self.meet = self.memory.mine, self.memory.meet
 
     def getBackendName(self):
@@ -171,13 +172,13 @@ class SharedMemoryGroup(dist.ProcessGroup):
             return self.gloo._reduce_scatter_base(output, tensor, opts)
         flat = flatten(output)
         must_be(tensor.numel(), self.P * flat.numel())
-        size = self.rooms(self.mine())[0].numel() // flat.element_size()
+        size = self.room // flat.element_size()
         parts = [part.split(size) for part in flatten(tensor).chunk(self.P)]
         for piece, *given in zip(flat.split(size), *parts, strict=True):
-            for room, part in zip(self.rooms(self.mine()), given, strict=True):
-                as_typed(room, part).copy_(part)
+            for rank, part in enumerate(given):
+                self.room_for(rank, self.mine(), part).copy_(part)
             slots = self.meet("reduce_scatter", flat.nbytes)
-            reduce_into(piece, how, [as_typed(self.rooms(s)[self.me], piece) for s in slots])
+            reduce_into(piece, how, [self.room_for(self.me, slot, piece) for slot in slots])
         give_back(flat, output)
         return Done([output])
 
@@ -195,23 +196,21 @@ class SharedMemoryGroup(dist.ProcessGroup):
         P, inputs, outputs = self.P, as_bytes(tensor), as_bytes(output)
         given, received = bytes_for_each(tensor, given, P), bytes_for_each(output, received, P)
         sources, targets = inputs.split(given), outputs.split(received)
-        size, steps, step = self.rooms(self.mine())[0].numel(), 1, 0
+        steps, step = 1, 0
         table, words = self.memory.table(), self.memory.words
         for rank in range(P):
             words[table + P * self.me + rank] = given[rank]
         while step < steps:
-            at = slice(step * size, (step + 1) * size)
-            for room, source in zip(self.rooms(self.mine()), sources, strict=True):
-                piece = source[at]
-                room[: len(piece)].copy_(piece)
+            at = slice(step * self.room, (step + 1) * self.room)
+            for rank, source in enumerate(sources):
+                self.room_for(rank, self.mine(), source[at]).copy_(source[at])
             slots = self.meet("all_to_all")
             if not step:
-                steps = math.ceil(max(words[table : table + P * P]) / size)
+                steps = math.ceil(max(words[table : table + P * P]) / self.room)
                 for rank in range(P):
                     self.memory.agree_on(words[table + P * rank + self.me], received[rank], rank)
             for slot, target in zip(slots, targets, strict=True):
-                piece = target[at]
-                piece.copy_(self.rooms(slot)[self.me][: len(piece)])
+                target[at].copy_(self.room_for(self.me, slot, target[at]))
             step += 1
         give_back(outputs, output)
         return Done([output])
@@ -233,9 +232,9 @@ class SharedMemoryGroup(dist.ProcessGroup):
     all_gather_single_coalesced = allgather_into_tensor_coalesced
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
 
-    def rooms(self, slot):
-        """A slot in equal pieces, one for each rank."""
-        return slot.split(SLOT // self.P // 64 * 64)[: self.P]
+    def room_for(self, rank, slot, like):
+        """What a slot has for a rank, of the size and dtype of a flat tensor."""
+        return beginning(slot[rank * self.room :], like)
 
     # ------------------------------------------------ from one rank to another
 
@@ -279,11 +278,6 @@ def give_back(flat, tensor):
     """What was written into `flatten(tensor)`, or its bytes, if that is a copy."""
     if flat.data_ptr() != tensor.data_ptr() and tensor.numel():
         tensor.detach().copy_(flat.view(tensor.dtype).view(tensor.shape))
-
-
-def as_typed(slot, like):
-    """The beginning of a slot as a tensor of the size and dtype of another, a flat one."""
-    return slot[: like.nbytes].view(like.dtype)
 
 
 def must_be(numel, expected):

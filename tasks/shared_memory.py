@@ -86,8 +86,7 @@ class SharedMemory:
         if key not in self.views:  # to make them takes longer than a small sum
             if len(self.views) > 99:
                 self.views.clear()
-            self.views[key] = [[slot[: like.nbytes].view(like.dtype) for slot in half]
-                               for half in self.slots]  # fmt: skip
+            self.views[key] = [[beginning(slot, like) for slot in half] for half in self.slots]
         return self.views[key]
 
     def mine(self, like=None):
@@ -225,6 +224,11 @@ class SharedMemory:
                                    f"not of {tag}: they come in order here")  # fmt: skip
             piece.copy_(box[number % 2][: len(piece)])
             self.words[emptied] = number
+
+
+def beginning(memory, like):
+    """The first bytes, as a tensor of the size and dtype of a flat one."""
+    return memory[: like.nbytes].view(like.dtype)
 
 
 class Transfer(Work):

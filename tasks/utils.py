@@ -174,9 +174,11 @@ def start(args):
     notes, can_share = agree(store, rank, world_size, args, device)
     if device.type == "cuda":
         backend = "gloo" if args.share_gpus else "nccl"
+    elif can_share and not args.gloo:
+        backend = NAME
     else:
-        backend = NAME if can_share and not args.gloo else "gloo"
-        if not can_share and not args.gloo:
+        backend = "gloo"
+        if not args.gloo:
             notes.append("no memory that all ranks could share (on several machines, on other than "
                          "Linux on x86-64, with /proc closed): they talk by gloo")  # fmt: skip
     watch = Watch(store, rank, world_size, args.timeout)

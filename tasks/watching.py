@@ -27,7 +27,7 @@ from contextlib import suppress
 import psutil
 import torch.distributed as dist
 
-from shared_memory import Missing
+from shared_memory import Missing, in_words
 from starting import end_sibling
 
 STOPPED = []  # when this process was asked to stop
@@ -187,8 +187,8 @@ class Watch:
             return  # all wait, each for something else: a bug, with its traceback later
         if self.rank != waiting[0]:
             time.sleep(10)  # torchrun ends this one meanwhile
-        end(f"rank {', '.join(map(str, late))} did not come, in {self.timeout_s:g} s, to what rank "
-            f"{', '.join(map(str, waiting))} waited for at {place(frames)}:"
+        end(f"rank {in_words(late)} did not come, in {self.timeout_s:g} s, to what rank "
+            f"{in_words(waiting)} waited for at {place(frames)}:"
             " it hangs, or needs a longer --timeout", self.here(late))  # fmt: skip
 
     def explain(self, error):
@@ -218,15 +218,14 @@ class Watch:
                 os._exit(130)
             everyone = range(self.world_size)
             waited = [rank for rank in everyone if self.store.check([f"waited/{rank}"])]
-            missing = [rank for rank in everyone if rank not in waited]
-            if isinstance(error, Missing):
-                missing = error.late
+            known = isinstance(error, Missing)
+            missing = error.late if known else [rank for rank in everyone if rank not in waited]
             if not missing:
                 return  # a bug, with its traceback
             if self.rank != waited[0]:
                 time.sleep(10)
-            end(f"rank {', '.join(map(str, missing))} ended, and did not come to what rank "
-                f"{', '.join(map(str, waited))} waited for at "
+            end(f"rank {in_words(missing)} ended, and did not come to what rank "
+                f"{in_words(waited)} waited for at "
                 f"{place(traceback.extract_tb(error.__traceback__))}")  # fmt: skip
         time.sleep(3 + 0.5 * min(self.rank, 10))
         end("rank 0 ended, and the ranks' store with it")

@@ -22,28 +22,28 @@ def test_random_collectives(nproc, count, tmp_path):
     )
 
 
+MEMORY, GROUP = "shared_memory.py", "shared_group.py"
 BUGS = {
-    "nobody is waited for": ("if words[LINE * rank] < n:", "if False:"),
-    "one half": ("(like)[n % 2]", "(like)[1]"),
+    "nobody is waited for": (MEMORY, "if words[LINE * rank] < n:", "if False:"),
+    "one half": (MEMORY, "(like)[n % 2]", "(like)[1]"),
     "the counter comes first": (
+        MEMORY,
         "            box[number % 2][: len(piece)].copy_(piece)\n"
         "            self.words[filled + SAID",
         "            self.words[filled] = number\n            time.sleep(0.001)\n"
         "            box[number % 2][: len(piece)].copy_(piece)\n"
         "            self.words[filled + SAID",
     ),
-    "a slot that is not emptied": ("self.words[emptied] > 2", "self.words[emptied] > 3"),
-    "gaps": ("if flat.data_ptr() != tensor.data_ptr()", "if False"),
-    "another's share": ("(sums[rank].tensor", "(sums[0].tensor"),
+    "a slot that is not emptied": (MEMORY, "self.words[emptied] > 2", "self.words[emptied] > 3"),
+    "gaps": (GROUP, "if flat.data_ptr() != tensor.data_ptr()", "if False"),
+    "another's share": (GROUP, "(sums[rank].tensor", "(sums[0].tensor"),
 }
-IN_GROUP = "gaps", "another's share"
 
 
 @pytest.mark.parametrize("bug", BUGS)
 def test_planted_bugs(bug, tmp_path):
     """They are found."""
-    file = "shared_group.py" if bug in IN_GROUP else "shared_memory.py"
-    plant(tmp_path, file, *BUGS[bug])
+    plant(tmp_path, *BUGS[bug])
     script = shutil.copy(RANDOM, tmp_path)
     result = launch.ranks(script, 300, nproc=3, folder=tmp_path)
     assert result.code, result.tail()
@@ -55,7 +55,6 @@ sys.path.insert(0, {tasks!r})
 import torch
 import torch.distributed as dist
 from shared_group import NAME
-from shared_memory import Missing
 
 if __name__ == "__main__":
     timeout = datetime.timedelta(seconds=3)
@@ -64,7 +63,7 @@ if __name__ == "__main__":
     pair = dist.new_group([1, 2], timeout=timeout)
     begin = time.monotonic()
     try:
-        {scene}
+        exec({scenes!r}[rank])
     except (RuntimeError, NotImplementedError) as error:
         after = time.monotonic() - begin
         print(f"rank {{rank}}: {{type(error).__name__}} after {{after:.0f}} s: {{error}}")
@@ -125,10 +124,9 @@ SCENES = {
 
 @pytest.mark.parametrize("name", SCENES)
 def test_who_is_missing(name, tmp_path):
-    scene, expected = SCENES[name]
-    scene = f"exec({scene!r}[rank])"
+    scenes, expected = SCENES[name]
     file = tmp_path / "scene.py"
-    file.write_text(SCENE.format(tasks=str(launch.TASKS), scene=scene))
+    file.write_text(SCENE.format(tasks=str(launch.TASKS), scenes=scenes))
     result = launch.ranks(file, nproc=3, folder=tmp_path)
     assert result.code == 0, result.tail()
     for line in expected:
