@@ -91,7 +91,8 @@ def check_training(run, model, reference, forward_backward, batches, recomputes=
         expected, own = expect_step(run, references, batches(i))
         model.zero_grad()
         loss = forward_backward(model, batches(i))
-        losses.append(all_gather(loss.double(), run.group).sum(0))  # as the training adds them
+        parts = all_gather(loss.double(), run.group)
+        losses.append(parts.new_tensor(sum(parts.tolist())))  # in the order that training adds in
         shown.append(expected[0])
         run.compare("losses", [(losses[-1], *(x.double() for x in expected))], own=own)
         compare_gradients(run, lambda name: f"{kind_of(name)} grad", model, references)
