@@ -124,7 +124,8 @@ def command(name, length, budget, model):
     flags += ["--steps", 1 if "cuda" in model else STEPS, "--memory-budget", budget / 2**10]
     if name in PLAIN:
         return HERE / "plain_finetune.py", *flags
-    flags += ["--num-virtual-tokens", PROMPT, "--check-steps", 0]
+    # What ranks share the limit does not see: by gloo all is a rank's own.
+    flags += ["--num-virtual-tokens", PROMPT, "--check-steps", 0, "--gloo"]
     return HERE.parent / "tasks" / "ulysses_finetune.py", *flags
 
 

@@ -9,10 +9,10 @@ ranks that hold it. Bytes on each rank, e to an element, S tokens so far:
 
 A decoded token is one row: sums over ranks of (B, 1, H) are a few KiB, and what they cost is not
 bytes but their number and the steps of each. With the hand-made model the loop below needs 2 L + 1
-collectives a token: two in every layer, each in one step (on the CPU, see `all_reduce` in
-sharding.py), and one for the next token. There every rank sends its best logit, that token's id,
-and that token's embedding, (B, 2 + H). So logits are never gathered, and the next forward starts
-without a collective.
+collectives a token: two in every layer, each in one step (on a CPU: `SMALL` in shared_group.py,
+`all_reduce` in sharding.py), and one for the next token. There every rank sends its best logit,
+that token's id, and that token's embedding, (B, 2 + H). So logits are never gathered, and the next
+forward starts without a collective.
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 2 tasks/kv_cache.py
 

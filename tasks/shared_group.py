@@ -23,6 +23,8 @@ REDUCE = [  # what is asked for, what adds a part, and whether all is divided by
     (dist.ReduceOp.PRODUCT, (torch.mul, False)), (dist.ReduceOp.MIN, (torch.minimum, False)),
     (dist.ReduceOp.MAX, (torch.maximum, False)),
 ]  # fmt: skip
+DTYPES = [kind for kind in vars(torch).values() if isinstance(kind, torch.dtype)]
+NUMBERS = {kind: number for number, kind in enumerate(DTYPES)}
 
 
 class Done(Work):
@@ -38,21 +40,29 @@ class Done(Work):
     def is_completed(self):
         return True
 
+    def result(self):
+        return self.tensors
+
     def get_future(self):
         future = torch.futures.Future()
         future.set_result(self.tensors)
         return future
 
 
-def recorded(collective):
-    """A method that a profiler sees, as it sees other backends' collectives."""
+def collective(function):
+    """A method that a profiler sees, as it sees other backends' collectives.
 
-    @wraps(collective)
+    It runs in inference mode: what is made in that mode, a tensor or a view that is kept, can be
+    written to only there.
+    """
+    function = torch.inference_mode()(function)
+
+    @wraps(function)
     def method(self, *args, **kwargs):
         if not profiler._is_profiler_enabled:  # then it would cost as much as a small collective
-            return collective(self, *args, **kwargs)
-        with profiler.record_function(f"{NAME}::{collective.__name__}"):
-            return collective(self, *args, **kwargs)
+            return function(self, *args, **kwargs)
+        with profiler.record_function(f"{NAME}::{function.__name__}"):
+            return function(self, *args, **kwargs)
 
     return method
 
@@ -66,13 +76,14 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     def __init__(self, store, rank, size, timeout):
         super().__init__(rank, size)
+        members = partial(dist.get_process_group_ranks, self)
+        self.memory = SharedMemory(store, rank, size, timeout, members)
+        store = dist.PrefixStore(self.memory.name, store)
         options = dist.ProcessGroupGloo._Options()
         options._timeout, options._devices = timeout, [loopback()]
         self.gloo = dist.ProcessGroupGloo(store, rank, size, options)
         self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self.gloo)
         self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-        members = partial(dist.get_process_group_ranks, self)
-        self.memory = SharedMemory(store, rank, size, timeout, members)
         self.me, self.P = rank, size
         self.room = SLOT // size // 64 * 64  # bytes that a slot has for each rank
         self.mine, self.meet = self.memory.mine, self.memory.meet
@@ -88,12 +99,12 @@ class SharedMemoryGroup(dist.ProcessGroup):
         for meter in METERS:
             meter.count(name, tensors[0], bytes_of(self, name, tensors, pieces))
 
-    @recorded
+    @collective
     def barrier(self, opts=None):
         self.meet("barrier")
         return Done([])
 
-    @recorded
+    @collective
     def broadcast(self, tensors, opts):
         self.tell("c10d::broadcast_", tensors)
         for tensor in tensors:
@@ -101,16 +112,16 @@ class SharedMemoryGroup(dist.ProcessGroup):
             for piece in pieces(data):
                 if self.me == opts.rootRank:
                     self.mine(piece).copy_(piece)
-                slots = self.meet("broadcast", data.nbytes, piece)
+                slots = self.meet("broadcast", data.nbytes, piece, opts.rootRank)
                 if self.me != opts.rootRank:
                     piece.copy_(slots[opts.rootRank])
             give_back(data, tensor)
         return Done(tensors)
 
-    @recorded
+    @collective
     def allreduce(self, tensors, opts):
         self.tell("c10d::allreduce_", tensors)
-        if (how := operator_of(opts)) is None:
+        if (how := operator_of(opts)) is None or tensors[0].layout != torch.strided:
             return self.gloo.allreduce(tensors, opts)
         for tensor in tensors:
             flat = flatten(tensor)
@@ -120,9 +131,10 @@ class SharedMemoryGroup(dist.ProcessGroup):
         return Done(tensors)
 
     def reduce_piece(self, how, piece, nbytes):
+        meet = partial(self.meet, "all_reduce", nbytes, piece, told(how, piece))
         if piece.nbytes <= SMALL:
             self.mine(piece).copy_(piece)
-            reduce_into(piece, how, self.meet("all_reduce", nbytes, piece))
+            reduce_into(piece, how, meet())
             return
         cuts = [rank * len(piece) // self.P for rank in range(1, self.P)]
         shares, me = piece.tensor_split(cuts), self.me
@@ -130,23 +142,23 @@ class SharedMemoryGroup(dist.ProcessGroup):
         slots = self.mine(piece).tensor_split(cuts)
         for rank in others:
             slots[rank].copy_(shares[rank])
-        parts = [part.tensor_split(cuts)[me] for part in self.meet("all_reduce", nbytes, piece)]
+        parts = [part.tensor_split(cuts)[me] for part in meet()]
         parts[me] = shares[me]
         total = self.mine(piece).tensor_split(cuts)[me]
         reduce_into(total, how, parts)
         shares[me].copy_(total)
-        sums = self.meet("all_reduce", nbytes, piece)
+        sums = meet()
         for rank in others:
             shares[rank].copy_(sums[rank].tensor_split(cuts)[rank])
 
-    @recorded
+    @collective
     def _allgather_base(self, output, tensor, opts=None):
         flat = flatten(output)
         self.gather_into(flat.chunk(self.P), tensor)
         give_back(flat, output)
         return Done([output])
 
-    @recorded
+    @collective
     def allgather(self, outputs, tensors, opts=None):
         for parts, tensor in zip(outputs, tensors, strict=True):
             flats = [flatten(part) for part in parts]
@@ -160,38 +172,39 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self.tell("c10d::_allgather_base_", [tensor])
         flat = flatten(tensor)
         for out in outputs:
-            must_be(out.numel(), flat.numel())
+            must_be(out, flat.numel(), flat.dtype)
         for piece, *parts in zip(pieces(flat), *map(pieces, outputs), strict=True):
             self.mine(piece).copy_(piece)
             slots = self.meet("all_gather", flat.nbytes, piece)
             for part, slot in zip(parts, slots, strict=True):
                 part.copy_(slot)
 
-    @recorded
+    @collective
     def _reduce_scatter_base(self, output, tensor, opts):
         self.tell("c10d::_reduce_scatter_base_", [tensor])
         if (how := operator_of(opts)) is None:
             return self.gloo._reduce_scatter_base(output, tensor, opts)
         flat = flatten(output)
-        must_be(tensor.numel(), self.P * flat.numel())
+        must_be(tensor, self.P * flat.numel(), flat.dtype)
         size = self.room // flat.element_size()
         parts = [part.split(size) for part in flatten(tensor).chunk(self.P)]
         for piece, *given in zip(flat.split(size), *parts, strict=True):
             for rank, part in enumerate(given):
                 self.room_for(rank, self.mine(), part).copy_(part)
-            slots = self.meet("reduce_scatter", flat.nbytes)
+            slots = self.meet("reduce_scatter", flat.nbytes, how=told(how, flat))
             reduce_into(piece, how, [self.room_for(self.me, slot, piece) for slot in slots])
         give_back(flat, output)
         return Done([output])
 
     def reduce_scatter(self, outputs, tensors, opts):
-        if operator_of(opts) is None:
+        uneven = any(part.numel() != parts[0].numel() for parts in tensors for part in parts)
+        if uneven or operator_of(opts) is None:
             return self.gloo.reduce_scatter(outputs, tensors, opts)
         for output, parts in zip(outputs, tensors, strict=True):
             self._reduce_scatter_base(output, torch.cat([flatten(part) for part in parts]), opts)
         return Done(outputs)
 
-    @recorded
+    @collective
     def alltoall_base(self, output, tensor, received, given, opts=None):
         """What each gives to each is told in the first step: so all know how many there are."""
         self.tell("c10d::alltoall_base_", [tensor], given)
@@ -269,9 +282,9 @@ def loopback():
 
 def flatten(tensor):
     """Its values in one dimension: the very memory, or a copy where it is not contiguous."""
-    if tensor.requires_grad:
-        tensor = tensor.detach()
-    return tensor.contiguous().view(-1)
+    if not tensor.numel():
+        return tensor.new_empty(0)  # whose stride is 1
+    return tensor.resolve_neg().detach().contiguous().view(-1)
 
 
 def pieces(flat):
@@ -289,14 +302,15 @@ def give_back(flat, tensor):
         tensor.detach().copy_(flat.view(tensor.dtype).view(tensor.shape))
 
 
-def must_be(numel, expected):
-    if numel != expected:
-        raise ValueError(f"a tensor has {numel} values, where {expected} are expected")
+def must_be(tensor, numel, dtype):
+    if (tensor.numel(), tensor.dtype) != (numel, dtype):
+        raise ValueError(f"a tensor has {tensor.numel()} values of {tensor.dtype}, where {numel} "
+                         f"of {dtype} are expected")  # fmt: skip
 
 
 def reduce_into(out, how, parts):
     """The parts, in the order of ranks: the same bits, whoever does it."""
-    op, mean = how
+    _, op, mean = how
     if len(parts) == 1:
         out.copy_(parts[0])
     elif out.is_floating_point() and out.element_size() < 4 and len(parts) > 2:
@@ -313,9 +327,14 @@ def reduce_into(out, how, parts):
 
 
 def operator_of(opts):
-    """How to reduce; None: by gloo, if it can."""
+    """How to reduce: its number, and what REDUCE says. None: by gloo, if it can."""
     wanted = opts.reduceOp
-    return next((how for kind, how in REDUCE if wanted == kind), None)
+    return next(((i, *how) for i, (kind, how) in enumerate(REDUCE) if wanted == kind), None)
+
+
+def told(how, tensor):
+    """A number for the operator and the dtype."""
+    return how[0] << 8 | NUMBERS[tensor.dtype]
 
 
 def bytes_for_each(tensor, sizes, number):

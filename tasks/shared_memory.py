@@ -21,9 +21,11 @@ import mmap
 import os
 import platform
 import time
+import uuid
 from collections import deque
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
+from threading import Lock
 
 import psutil
 import torch
@@ -39,6 +41,7 @@ RECENT_S = 2  # who has said so long ago that it waits does so still
 KINDS = ["barrier", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"]
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 WAITING = []  # memories with messages on their way, which go on while a rank waits for anything
+GOING_ON = Lock()  # of whichever thread waits
 
 
 class Missing(dist.DistBackendError):
@@ -68,13 +71,25 @@ class SharedMemory:
         self.pairs, self.given = LINE * size, LINE * (size + 2 * size * size)
         words = LINE * math.ceil((self.given + 2 * size * size) / LINE)
         sizes = [8 * words, 2 * size * SLOT, 2 * size * size * SLOT]
-        with common(store, rank, size, sum(sizes)) as memory:
-            self.words = memoryview(memory)[: sizes[0]].cast("q")
-            self.words[LINE * rank + PROCESS] = os.getpid()
+        memory, self.name, file = common(store, rank, sum(sizes))
+        self.words = memoryview(memory)[: sizes[0]].cast("q")
+        if rank == 0:  # the last to leave, with its key: the next group of this name finds none
+            self.wait_for_processes(self.ranks[1:])
+            store.delete_key("memory")
+        self.words[LINE * rank + PROCESS] = os.getpid()
+        self.wait_for_processes([0])
+        os.close(file)
         _, slots, boxes = torch.frombuffer(memory, dtype=torch.uint8).split(sizes)
         self.slots = [half.split(SLOT) for half in slots.chunk(2)]
         self.boxes = boxes.view(size, size, 2, SLOT)
         self.views = {}
+
+    def wait_for_processes(self, ranks):
+        begin = time.monotonic()
+        while late := [rank for rank in ranks if not self.words[LINE * rank + PROCESS]]:
+            if time.monotonic() > begin + self.timeout_s:
+                raise dist.DistBackendError(f"rank {in_words(late)} of a new group did not come")
+            time.sleep(1e-4)
 
     # ------------------------------------------------ all together
 
@@ -93,15 +108,16 @@ class SharedMemory:
         """The slot that this rank writes into in its next step."""
         return self.halves(like)[(self.steps + 1) % 2][self.me]
 
-    def meet(self, kind, nbytes=0, like=None):
+    def meet(self, kind, nbytes=0, like=None, how=0):
         """A step, after `mine` was written: all ranks' slots, until the next step.
 
-        kind, nbytes: what this rank believes that all do. Raises RuntimeError where another does
-        something else, and `Missing`.
+        kind, nbytes, how (a number below 2**16): what this rank believes that all do. Raises
+        RuntimeError where another does something else, and `Missing`.
         """
         self.steps += 1
         words, n = self.words, self.steps
-        words[LINE * self.me + SAID + n % 2] = said = KINDS.index(kind) << 56 | nbytes
+        said = KINDS.index(kind) << 56 | how << 40 | nbytes
+        words[LINE * self.me + SAID + n % 2] = said
         words[LINE * self.me] = n
         for rank in self.ranks:
             if words[LINE * rank] < n:
@@ -111,10 +127,11 @@ class SharedMemory:
                 )
             other = words[LINE * rank + SAID + n % 2]
             if other != said:
-                raise RuntimeError(
-                    f"rank {self.me} is in {kind} of {nbytes} bytes, but rank {rank} of this group "
-                    f"in {KINDS[other >> 56]} of {other & 2**56 - 1}"
-                )
+                theirs = f"{KINDS[other >> 56]} of {other & 2**40 - 1}"
+                if theirs == f"{kind} of {nbytes}":
+                    theirs += ", with another operator, dtype or root"
+                raise RuntimeError(f"rank {self.me} is in {kind} of {nbytes} bytes, but rank "
+                                   f"{rank} of this group in {theirs}")  # fmt: skip
         return self.halves(like)[n % 2]
 
     def agree_on(self, sent, expected, rank):
@@ -171,7 +188,8 @@ class SharedMemory:
             hanging = [rank for rank in number if rank not in waiting]
             late = [number[rank] for rank in late if number[rank] in hanging] or hanging
             if not late:
-                raise RuntimeError("all ranks wait, each for something else")
+                raise RuntimeError("all ranks wait, each for something else (a collective is over "
+                                   "when its call returns here, also with async_op)")  # fmt: skip
             said = f"rank {in_words(late)} did not come, in {self.timeout_s:g} s, to what rank"
             raise Missing(f"{said} {in_words(waiting)} waited for", late, waiting)
 
@@ -180,21 +198,28 @@ class SharedMemory:
     def begin(self, key, steps):
         """Messages of a pair go in order: in each queue only the first is on its way."""
         transfer = Transfer(self, steps, key[1])
-        self.queues.setdefault(key, deque()).append(transfer)
-        if self not in WAITING:
-            WAITING.append(self)
+        with GOING_ON:
+            self.queues.setdefault(key, deque()).append(transfer)
+            if self not in WAITING:
+                WAITING.append(self)
         self.advance()
         return transfer
 
+    @torch.inference_mode()
     def advance(self):
-        """Go on with all messages as far as they come without waiting."""
-        for key, queue in list(self.queues.items()):
-            while queue and queue[0].go_on():
-                queue.popleft()
-            if not queue:
-                del self.queues[key]
-        if not self.queues and self in WAITING:
-            WAITING.remove(self)
+        """Go on with all messages as far as they come without waiting, or let another thread."""
+        if not GOING_ON.acquire(blocking=False):
+            return
+        try:
+            for key, queue in list(self.queues.items()):
+                while queue and queue[0].go_on():
+                    queue.popleft()
+                if not queue:
+                    del self.queues[key]
+            if not self.queues and self in WAITING:
+                WAITING.remove(self)
+        finally:
+            GOING_ON.release()
 
     def box(self, src, dst):
         """A pair's two slots, and the places of its counters: of those filled, and emptied."""
@@ -275,24 +300,28 @@ def neighbourhood():
     return None
 
 
-@contextmanager
-def common(store, rank, size, nbytes):
-    """Memory of zeros that all ranks of a group see, of rank 0's making; at the end all have it.
+def common(store, rank, nbytes):
+    """Memory of zeros that all ranks of a group see, of rank 0's making; its name; and its file.
 
-    It is a file without a name: it goes when the last process that has it ends, however it ends,
-    and the size of /dev/shm does not bound it. Of its pages only those are there that were used.
+    The file has no name: it goes when the last process that has it ends, however it ends, and the
+    size of /dev/shm does not bound it. Of its pages only those are there that were used. Others
+    open rank 0's: it must stay open until they have.
     """
+    if (place := neighbourhood()) is None:
+        raise RuntimeError("no memory to share here (other than Linux on x86-64, or /proc is "
+                           "closed): use gloo")  # fmt: skip
     if rank == 0:
         file = os.memfd_create("parallel-llama")
         os.ftruncate(file, nbytes)
-        store.set("memory", f"/proc/{os.getpid()}/fd/{file}")
+        name = f"{place} {uuid.uuid4().hex} /proc/{os.getpid()}/fd/{file}"
+        store.set("memory", name)
     else:
-        file = os.open(store.get("memory").decode(), os.O_RDWR)
-    yield mmap.mmap(file, nbytes)
-    if store.add("mapped", 1) == size:
-        store.set("all mapped", "")
-    store.wait(["all mapped"])
-    os.close(file)
+        name = store.get("memory").decode()
+        theirs, _, path = name.rsplit(" ", 2)
+        if theirs != place:
+            raise RuntimeError(f"rank {rank} shares no memory with rank 0 of its group: use gloo")
+        file = os.open(path, os.O_RDWR)
+    return mmap.mmap(file, nbytes), name, file
 
 
 def in_words(ranks):

@@ -1,6 +1,7 @@
 """The process group in shared memory: held against gloo's, and what it says of ranks that miss."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -64,7 +65,7 @@ if __name__ == "__main__":
     begin = time.monotonic()
     try:
         exec({scenes!r}[rank])
-    except (RuntimeError, NotImplementedError) as error:
+    except (RuntimeError, NotImplementedError, ValueError) as error:
         after = time.monotonic() - begin
         print(f"rank {{rank}}: {{type(error).__name__}} after {{after:.0f}} s: {{error}}")
     time.sleep(max(0, begin + 5 - time.monotonic()))  # for who ends is missing
@@ -106,6 +107,31 @@ SCENES = {
         ["rank 0: RuntimeError after 0 s: rank 0 is in all_reduce of 16 bytes, but rank 1 of this "
          "group in all_reduce of 12"],
     ),
+    "another dtype": (
+        ["dist.all_reduce(x)", "dist.all_reduce(x.int())", "dist.all_reduce(x)"],
+        ["rank 1: RuntimeError after 0 s: rank 1 is in all_reduce of 16 bytes, but rank 0 of this "
+         "group in all_reduce of 16, with another operator, dtype or root"],
+    ),
+    "another operator": (
+        ["dist.all_reduce(x)", "dist.all_reduce(x, dist.ReduceOp.MAX)", "dist.all_reduce(x)"],
+        ["rank 0: RuntimeError after 0 s: rank 0 is in all_reduce of 16 bytes, but rank 1 of this "
+         "group in all_reduce of 16, with another operator, dtype or root"],
+    ),
+    "another root": (
+        ["dist.broadcast(x, 0)", "dist.broadcast(x, 1)", "dist.broadcast(x, 0)"],
+        ["rank 2: RuntimeError after 0 s: rank 2 is in broadcast of 16 bytes, but rank 1 of this "
+         "group in broadcast of 16, with another operator, dtype or root"],
+    ),
+    "another dtype of what comes out": (
+        ["dist.all_gather_into_tensor(torch.ones(12).double(), x)", "pass", "pass"],
+        ["rank 0: ValueError after 0 s: a tensor has 4 values of torch.float64, where 4 of "
+         "torch.float32 are expected"],
+    ),
+    "another dtype of a sum": (
+        ["dist.reduce_scatter_tensor(x.double(), torch.ones(12))", "pass", "pass"],
+        ["rank 0: ValueError after 0 s: a tensor has 12 values of torch.float32, where 12 of "
+         "torch.float64 are expected"],
+    ),
     "other sizes of a message": (
         ["dist.send(x, 1)", "dist.recv(x[1:], 0)", "pass"],
         ["rank 1: RuntimeError after 0 s: rank 0 of this group sends 16 bytes to rank 1, which "
@@ -131,6 +157,107 @@ def test_who_is_missing(name, tmp_path):
     assert result.code == 0, result.tail()
     for line in expected:
         assert line in result.out, result.tail()
+
+
+AS_BY_GLOO = """
+import os, sys, threading
+sys.path.insert(0, {tasks!r})
+import torch
+import torch.distributed as dist
+from shared_group import NAME
+
+def is_sum(x, group=None):
+    dist.all_reduce(x, group=group)
+    assert (x.to_dense() == 2).all(), x
+
+def exchange(group, many):
+    for number in range(many):
+        out = torch.empty(2**21)
+        works = [dist.isend(torch.full((2**21,), number + 0.5), 1 - rank, group),
+                 dist.irecv(out, 1 - rank, group)]
+        for work in works:
+            work.wait()
+        assert (out == number + 0.5).all()
+
+def in_threads(*jobs):
+    failed = []
+    def run(function, *args):
+        try:
+            function(*args)
+        except BaseException as error:
+            failed.append(error)
+    threads = [threading.Thread(target=run, args=job) for job in jobs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed, failed
+
+if __name__ == "__main__":
+    dist.init_process_group(NAME)
+    rank, everyone = dist.get_rank(), [0, 1]
+    with torch.inference_mode():  # what is made there cannot be written to outside
+        x = torch.ones(77)
+        is_sum(x)
+        group = dist.new_group(everyone)
+    is_sum(torch.ones(77))
+    is_sum(torch.ones(77), group)
+    with torch.inference_mode():
+        x = torch.ones(77)
+    is_sum(x)
+    dist.send(x, 1) if rank == 0 else dist.recv(x, 0)
+
+    for _ in range(3):  # by the same name: what the one before has left must not be found
+        again = dist.new_group(everyone, use_local_synchronization=True)
+        is_sum(torch.ones(3), again)
+        dist.reduce(torch.ones(3), 0, group=again)  # by gloo
+        dist.destroy_process_group(again)
+
+    is_sum(torch.ones(4).to_sparse())
+    dist.broadcast(torch.ones(0)[::2], 0)
+    minus = torch.full((5,), 1 + 1j).conj().imag  # "negative bit set"
+    dist.all_reduce(minus)
+    assert (minus == -2).all()
+    out = torch.empty(2 + rank)
+    dist.reduce_scatter(out, [torch.ones(2), torch.ones(3)])
+    assert (out == 2).all()
+    work = dist.all_reduce(torch.ones(2), async_op=True)
+    work.wait()
+    assert (work.result()[0] == 2).all()
+
+    groups = [dist.new_group(everyone) for _ in range(3)]
+    in_threads(*[(exchange, group, 9) for group in groups])
+    a, b = torch.ones(2**22), torch.zeros(2**22)
+    in_threads((dist.send, a, 1 - rank), (dist.recv, b, 1 - rank))
+    assert (b == 1).all()
+    print("as by gloo", flush=True)
+    os._exit(0)
+"""
+
+
+def test_as_by_gloo(tmp_path):
+    """What programs do that this project does not; gloo allows all, but for groups made anew."""
+    (tmp_path / "others.py").write_text(AS_BY_GLOO.format(tasks=str(launch.TASKS)))
+    result = launch.ranks(tmp_path / "others.py", nproc=2, folder=tmp_path)
+    assert result.out.count("as by gloo") == 2, result.tail()
+
+
+def test_places(tmp_path, monkeypatch):
+    """Where memory cannot be shared the group says so itself, to those who use it alone."""
+    import torch.distributed as dist
+
+    import shared_memory
+
+    monkeypatch.setattr(shared_memory, "neighbourhood", lambda: "here")
+    store = dist.HashStore()
+    *_, file = shared_memory.common(store, 0, 4096)
+    monkeypatch.setattr(shared_memory, "neighbourhood", lambda: "there")
+    with pytest.raises(RuntimeError, match="rank 1 shares no memory with rank 0"):
+        shared_memory.common(store, 1, 4096)
+    monkeypatch.setattr(shared_memory, "neighbourhood", lambda: None)
+    with pytest.raises(RuntimeError, match="no memory to share here"):
+        shared_memory.common(store, 0, 4096)
+    os.close(file)
 
 
 BUILT_ON_IT = """
