@@ -88,7 +88,7 @@ def record(path):
             run, done = torchrun(TASKS / f"{script}.py", ranks, *words)
             if not run:
                 sys.exit(f"{done.stdout[-3000:]}\nerror: {script} failed")
-            whole |= {"versions": run["versions"], "model": run["model"]}
+            whole |= {key: run[key] for key in ("versions", "model", "backend")}
             found = {claim: worst(run["checks"], pattern) for claim, pattern in claims}
             whole["tasks"].setdefault(script, {})[dtype] = found
     path.write_text(json.dumps(whole, indent=1) + "\n")
@@ -128,7 +128,7 @@ def checks(report):
             example, more = of[0]["for_example"], of[0]["checks"] - 1
             example = f"{example}{f' and {more} more' if more else ''}"
             rows.append(f"| | {claim} | {example} | {' | '.join(cells)} | {status} |")
-    return [*rows, "", on(report, f"model `{report['model']}`")]
+    return [*rows, "", on(report, f"model `{report['model']}`, {report['backend']}")]
 
 
 def on(data, what):
@@ -247,7 +247,8 @@ def long_speed(data):
     for name, laps in results.items():
         shares = f"{ratio(laps, first)} | {ratio(laps, second)}"
         rows.append(f"| {name} | {statistics.median(laps):.1f} | {shares} |")
-    return [*rows, "", on(data | data["results"], f"`{data['model']}`, {data['dtype']}")]
+    what = f"`{data['model']}`, {data['dtype']}, {data['backend']}"
+    return [*rows, "", on(data | data["results"], what)]
 
 
 TABLES = {  # name in the README: (made by, of)
