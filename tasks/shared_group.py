@@ -253,10 +253,12 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     # ------------------------------------------------ from one rank to another
 
+    @torch.inference_mode()
     def send(self, tensors, dst, tag=0):
         self.tell("c10d::send", tensors)
         return self.memory.begin(("to", dst), self.memory.push(as_bytes(tensors[0]), dst, tag))
 
+    @torch.inference_mode()
     def recv(self, tensors, src, tag=0):
         data = as_bytes(tensors[0])
 
@@ -284,7 +286,7 @@ def flatten(tensor):
     """Its values in one dimension: the very memory, or a copy where it is not contiguous."""
     if not tensor.numel():
         return tensor.new_empty(0)  # whose stride is 1
-    return tensor.resolve_neg().detach().contiguous().view(-1)
+    return tensor.resolve_neg().contiguous().view(-1)
 
 
 def pieces(flat):
@@ -299,7 +301,7 @@ def as_bytes(tensor):
 def give_back(flat, tensor):
     """What was written into `flatten(tensor)`, or its bytes, if that is a copy."""
     if flat.data_ptr() != tensor.data_ptr() and tensor.numel():
-        tensor.detach().copy_(flat.view(tensor.dtype).view(tensor.shape))
+        tensor.copy_(flat.view(tensor.dtype).view(tensor.shape))
 
 
 def must_be(tensor, numel, dtype):

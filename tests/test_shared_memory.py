@@ -164,6 +164,7 @@ import os, sys, threading
 sys.path.insert(0, {tasks!r})
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from shared_group import NAME
 
 def is_sum(x, group=None):
@@ -206,6 +207,21 @@ if __name__ == "__main__":
         x = torch.ones(77)
     is_sum(x)
     dist.send(x, 1) if rank == 0 else dist.recv(x, 0)
+
+    pending = functional.all_reduce(torch.ones(3), "sum", dist.group.WORLD)
+    dist.broadcast(pending, 0)
+    is_sum(pending / 2)
+    is_sum(functional.all_reduce(torch.ones(3), "avg", dist.group.WORLD))
+    gaps = functional.all_reduce(torch.ones(3, 2), "avg", dist.group.WORLD)[:, 0]
+    is_sum(gaps)
+    pending = functional.all_reduce(torch.ones(3), "sum", dist.group.WORLD)
+    dist.send(pending, 1) if rank == 0 else dist.recv(pending, 0)
+    assert (pending == 2).all()
+    leaf = torch.ones(3, 2, requires_grad=True)
+    dist.all_reduce(leaf)
+    dist.broadcast(leaf.T, 0)
+    dist.send(leaf, 1) if rank == 0 else dist.recv(leaf, 0)
+    assert (leaf == 2).all()
 
     for _ in range(3):  # by the same name: what the one before has left must not be found
         again = dist.new_group(everyone, use_local_synchronization=True)
