@@ -399,8 +399,11 @@ def test_exception_on_one_rank(tmp_path):
 
 def test_one_failure_is_one_line(tmp_path):
     """Also where all ranks see it, under torchrun, which signals those that come second."""
-    args = ["--lr", "9e5", "--peft", "none", "--steps", 60, "--check-steps", 0, "--seq-len", 32]
-    result = launch.torchrun("ulysses_finetune", *args, nproc=3)
+    line = "        loss = forward_backward(model, batches(i), norms=norms)\n"
+    worse = "        loss = loss * float('nan' if i == 3 else 1)\n"  # which --lr does it varies
+    plant(tmp_path, "ulysses_finetune.py", line, line + worse)
+    args = ["--steps", 60, "--check-steps", 0, "--seq-len", 32]
+    result = launch.torchrun(tmp_path / "ulysses_finetune.py", *args, nproc=3)
     assert result.code and result.seconds < 60 and not result.survivors, result.tail()
     assert len(result.errors()) == 1 and "A smaller --lr may help" in result.err, result.tail()
 

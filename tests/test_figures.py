@@ -131,12 +131,15 @@ def test_drawing(name, tmp_path):
             data["long_speed"]["results"]["selective checkpoint, tiled loss and MLP"] = steps
 
 
+COMMON = (launch.TASKS / "utils.py").read_text()  # flags of all scripts
+
+
 def test_contenders_of_the_longest_sequence():
     """Each is started with flags that its script knows, and is estimated to hold more than ours."""
     config = longest.Source("random/small").config
     for name, (bytes_of, _) in longest.CONTENDERS.items():
         script, *flags = map(str, longest.command(name, 100, 64, []))
-        known = (longest.HERE.parent / script).read_text()
+        known = (longest.HERE.parent / script).read_text() + COMMON
         own = {flag.removeprefix("--no-").removeprefix("--") for flag in flags if flag[:2] == "--"}
         more = bytes_of(config, 1, 4) - longest.CONTENDERS["ours"][0](config, 1, 4)
         assert more < 0 if name == "ours, offload" else more > 0 or name == "ours"
