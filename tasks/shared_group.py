@@ -24,7 +24,7 @@ REDUCE = [  # what is asked for, what adds a part, and whether all is divided by
     (dist.ReduceOp.MAX, (torch.maximum, False)),
 ]  # fmt: skip
 DTYPES = [kind for kind in vars(torch).values() if isinstance(kind, torch.dtype)]
-NUMBERS = {kind: number for number, kind in enumerate(DTYPES)}
+NUMBERS = {kind: number for number, kind in enumerate(DTYPES)}  # the same on all ranks
 
 
 class Done(Work):

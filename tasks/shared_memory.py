@@ -24,6 +24,7 @@ import time
 import uuid
 from collections import deque
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from threading import Lock
 
@@ -286,6 +287,7 @@ class Transfer(Work):
 # ---------------------------------------------------------------- machine and processes
 
 
+@cache  # asked by each new group
 def neighbourhood():
     """The same for all ranks that can share memory here; None for one that cannot."""
     if platform.machine() != "x86_64" or not hasattr(os, "memfd_create"):
