@@ -1,6 +1,6 @@
 """Is a right run ever refused, and how small a wrong one is not? The evidence for tasks/errors.py.
 
-    python figures/tolerance.py                       # all of it: three hours on 2 cores
+    python figures/tolerance.py                       # all of it: half an hour on 2 cores
     python figures/tolerance.py --only tiny float32   # runs whose names have these words
     python figures/tolerance.py --table               # the table, from the record that is there
 
@@ -17,6 +17,7 @@ import json
 import os
 import sys
 import tempfile
+import time
 from bisect import bisect_left
 from functools import partial
 from pathlib import Path
@@ -177,11 +178,13 @@ def record(path, only):
                     print(f"{model}, {dtype}, {count} rank(s)", flush=True)
                     words = [odd if flag == ODD else flag for flag in flags]
                     words += ["--dtype", dtype, "--device", "cpu"]
+                    began = time.monotonic()
                     found, done = torchrun(__file__, count, *words, threads=threads_of(count))
+                    took = {"minutes": (time.monotonic() - began) / 60}
                     if not found:
                         sys.exit(f"{done.stdout[-3000:]}\nerror: {model}, {dtype} failed")
                     key = {"model": model, "dtype": dtype, "ranks": count}
-                    add(path, whole, key, found["results"])
+                    add(path, whole, key, found["results"] | took)
 
 
 def table(whole):
@@ -230,7 +233,9 @@ def table(whole):
                 lines.append(f"| {model} | {dtype} | {' | '.join(cells)} |")
     cpu = f"{whole['machine']['cores']} cores of {whole['machine']['cpu']}"
     dates = " and ".join(sorted({run["date"] for run in whole["runs"]}))
-    lines += ["", f"({dates}, {cpu}, PyTorch {whole['versions']['torch']}, "
+    minutes = sum(run["minutes"] for run in whole["runs"])
+    lines += ["", f"({dates}, in {minutes:.0f} minutes, {cpu}, "
+              f"PyTorch {whole['versions']['torch']}, "
               f"transformers {whole['versions']['transformers']})"]  # fmt: skip
     return "\n".join(lines) + "\n"
 

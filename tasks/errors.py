@@ -22,7 +22,9 @@ counts as no less than is usual, relative to the values' norm: as in the worst t
 (the same weight in all layers, on all ranks); of rows and columns, what one of a hundred exceeds.
 It also counts as no less than one rounding; the largest error as no less than is to be expected
 where the worst row and the worst column meet; and the scale's as no less than independent errors of
-n values give, 1 / sqrt(n) of their rms, or a 24th, for errors are not quite independent.
+n values give, 1 / sqrt(n) of their rms, or a 24th, for errors are not quite independent. A part
+whose values are smaller than the reference's error has no scale: there it may be as far off as the
+rms.
 """
 
 from dataclasses import dataclass
@@ -94,7 +96,8 @@ def measure(actual, reference, exact, own=0.0, parts=True):
 def scales(means, number):
     """(3, n) as in `Errors`, of n parts of `number` values, from their mean products, (5, n)."""
     ours, its = (means[3:] / means[2]).abs().nan_to_num(0.0)
-    floor = (means[1] / means[2]).sqrt().nan_to_num(0.0) * max(number**-0.5, 1 / 24)
+    rms = (means[1] / means[2]).sqrt().nan_to_num(0.0)
+    floor = rms * torch.where(rms > 1, 1.0, max(number**-0.5, 1 / 24))
     return torch.stack([ours, torch.maximum(its, floor), torch.ones_like(its)])
 
 

@@ -61,6 +61,17 @@ def test_few_tokens():
     assert share(runs) > 1 > share(runs, parts=False)
 
 
+def test_part_below_the_noise():
+    """A column's values are half of the reference's error in it: its scale is nothing."""
+    actual, reference, exact = three(200, 40, noise=0.05)
+    values, noise = torch.randn(2, 200, generator=torch.manual_seed(1))
+    exact[:, 0] = 0.005 * values
+    reference[:, 0], actual[:, 0] = exact[:, 0] + 0.01 * noise, exact[:, 0] + 0.07 * values
+    assert 0.3 < share((actual, reference, exact)) < 1
+    actual[:, 0] *= 4
+    assert share((actual, reference, exact)) > 1
+
+
 def test_rounding_hides_nothing():
     """A gradient that should be zero, and is rounding: others of its kind are held as ever."""
     actual, reference, exact = three(30, 40, seed=1)
