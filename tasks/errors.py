@@ -22,9 +22,9 @@ counts as no less than is usual, relative to the values' norm: as in the worst t
 (the same weight in all layers, on all ranks); of rows and columns, what one of a hundred exceeds.
 It also counts as no less than one rounding; the largest error as no less than is to be expected
 where the worst row and the worst column meet; and the scale's as no less than independent errors of
-n values give, 1 / sqrt(n) of their rms, or a 24th, for errors are not quite independent. A part
-whose values are smaller than the reference's error has no scale: there it may be as far off as the
-rms.
+n values give, 1 / sqrt(n) of their rms, or a 24th, for errors are not quite independent. A row
+or column whose values are smaller than the reference's error has no scale: there it may be as far
+off as the rms.
 """
 
 from dataclasses import dataclass
@@ -86,18 +86,21 @@ def measure(actual, reference, exact, own=0.0, parts=True):
     if parts and count >= FEW and width > 1:
         norms["column"], norms["column scale"] = columns[:3].sqrt(), scales(columns, count)
     if count * width >= FEW:
-        norms["scale"] = scales(whole, count * width)
+        norms["scale"] = scales(whole, count * width, part=False)
     for kind in norms:
         if "scale" not in kind:
             norms[kind][1].clamp_(min=own)
     return Errors(norms, total / actual.numel(), own_largest)
 
 
-def scales(means, number):
-    """(3, n) as in `Errors`, of n parts of `number` values, from their mean products, (5, n)."""
+def scales(means, number, part=True):
+    """(3, n) as in `Errors`, of n parts of `number` values, from their mean products, (5, n).
+
+    part: of a tensor, and not all of it.
+    """
     ours, its = (means[3:] / means[2]).abs().nan_to_num(0.0)
     rms = (means[1] / means[2]).sqrt().nan_to_num(0.0)
-    floor = rms * torch.where(rms > 1, 1.0, max(number**-0.5, 1 / 24))
+    floor = torch.where((rms > 1) & part, rms, rms * max(number**-0.5, 1 / 24))
     return torch.stack([ours, torch.maximum(its, floor), torch.ones_like(its)])
 
 

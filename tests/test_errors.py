@@ -72,6 +72,12 @@ def test_part_below_the_noise():
     assert share((actual, reference, exact)) > 1
 
 
+def test_tensor_below_the_noise():
+    """Of a whole tensor the errors average out also then: what is left out is refused."""
+    actual, reference, exact = three(64, 576, noise=1.2)
+    assert share((actual, reference, exact)) < 1 < share((actual - exact, reference, exact))
+
+
 def test_rounding_hides_nothing():
     """A gradient that should be zero, and is rounding: others of its kind are held as ever."""
     actual, reference, exact = three(30, 40, seed=1)
