@@ -202,7 +202,7 @@ def record(out, device):
 
 
 def table(data):
-    """The lines of gpu.md, and of the README, from `record`'s; None: nothing was run."""
+    """The lines of gpu.md, and of speed.md, from `record`'s; None: nothing was run."""
     lines = ["| step | `make gpu` shows | seen |", "|---|---|---|"]
     for number, (what, _) in STEPS.items():
         seen = (data or {"seen": {}})["seen"].get(str(number), {})

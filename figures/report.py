@@ -1,10 +1,10 @@
-"""The README's tables, written from what was recorded.
+"""The tables of the README and of the pages beside this file, written from what was recorded.
 
     python figures/report.py            # run every task, record its checks, write the tables
     python figures/report.py --tables   # write the tables from the records that are there
 
 Into report.json goes, for each claim of a task, the worst of its checks; the other tables are of
-the JSON files beside it. In the README each table stands between two comments that name it.
+the JSON files beside it. In its page each table stands between two comments that name it.
 """
 
 import argparse
@@ -21,7 +21,11 @@ import gpu  # noqa: E402
 from measuring import ratio  # noqa: E402
 from records import here_and_now, torchrun  # noqa: E402
 
-README, TASKS = HERE.parent / "README.md", HERE.parent / "tasks"
+TASKS = HERE.parent / "tasks"
+PAGES = [TASKS.parent / "README.md"]
+PAGES += [HERE / f"{name}.md" for name in ("checks", "speed", "long_sequence")]
+GOLDEN = "the demo's printed values, to their four digits", "^golden"
+LAST_LOSS = "and the last one below 1 % of the first", "^last loss"
 GRADIENTS = "gradients of all weights", r"\.weight grad$"
 MODEL = [
     ("logits", "^logits$"),
@@ -34,7 +38,7 @@ TASK = {
     # script: (title, ranks, more flags, [(claim, regular expression of its checks' names)])
     "tp_mlp": ("Part 1", 4, [], [
         ("every shard a slice of the whole, and none the whole", "weights, "),
-        ("the demo's printed values, to their four digits", "^golden"),
+        GOLDEN,
         ("output", "^(?!golden).* output$"),
         ("input gradient, of a sum and of random upstream", "^(?!golden).* input grad$"),
         GRADIENTS,
@@ -50,10 +54,10 @@ TASK = {
         ("every shard a slice of the whole, and none the whole", "weights, "), *MODEL, TOKENS,
     ]),
     "dtensor_llama": ("Task 3", 2, ["--overfit", "60"], [
-        ("the demo's printed values, to their four digits", "^golden"), *MODEL,
+        GOLDEN, *MODEL,
         ("tokens by .generate, 10 and 40", "^generated tokens by .generate"),
         ("one batch overfitted: each step's loss", "^losses while overfitting"),
-        ("and the last one below 1 % of the first", "^last loss"),
+        LAST_LOSS,
     ]),
     "kv_cache": ("KV cache", 2, [], [
         ("tokens of 3 prompts, by hand and DTensor, 5 ways each", "^generated tokens|tokens$"),
@@ -111,6 +115,22 @@ def worst(checks, pattern):
 
 def head(*titles):
     return [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+
+
+def summary(report):
+    """Each task in a line: of all its differences from the single rank the largest."""
+    rows = head("task", "command", "checks", "farthest off in float64", *DTYPES, "status")
+    for script, (title, ranks, flags, claims) in TASK.items():
+        of = report["tasks"][script]
+        names = [claim for claim, pattern in claims if (claim, pattern) not in (GOLDEN, LAST_LOSS)]
+        worst = [max((of[d][n] for n in names), key=lambda c: c["measured"]) for d in DTYPES]
+        command = " ".join([f"--nproc_per_node {ranks} tasks/{script}.py", *flags])
+        count = sum(claim["checks"] for claim in of[DTYPES[0]].values())
+        passed = all(claim["passed"] for dtype in DTYPES for claim in of[dtype].values())
+        cells = [f"{claim['measured']:.0e}" for claim in worst] + ["ok" if passed else "**FAILED**"]
+        rows.append(f"| **{title}** | `{command}` | {count} | {worst[0]['for_example']} | "
+                    f"{' | '.join(cells)} |")  # fmt: skip
+    return [*rows, "", on(report, f"model `{report['model']}`, {report['backend']}")]
 
 
 def checks(report):
@@ -251,7 +271,8 @@ def long_speed(data):
     return [*rows, "", on(data | data["results"], what)]
 
 
-TABLES = {  # name in the README: (made by, of)
+TABLES = {  # name in its page: (made by, of)
+    "summary": (summary, "report.json"),
     "checks": (checks, "report.json"),
     "speed": (speed, "tp_speed.json"),
     "profile": (profile, "tp_speed.json"),
@@ -261,18 +282,21 @@ TABLES = {  # name in the README: (made by, of)
 }
 
 
-def fill_in(text):
-    """A README with its tables made anew."""
+def filled_in():
+    """{page: its text with its tables made anew}."""
+    texts = {page: page.read_text() for page in PAGES}
     for name, (make, file) in TABLES.items():
         path = HERE / file  # there is none of a GPU yet
         lines = make(json.loads(path.read_text()) if path.exists() else None)
         begin = f"<!-- {name}, by figures/report.py of figures/{file} -->\n"
         end = f"<!-- end of {name} -->\n"
-        if text.count(begin) != 1 or text.count(end) != 1:
-            sys.exit(f"error: {README} has no place, or several, for the table {name}")
-        before, rest = text.split(begin)
-        text = before + begin + "".join(f"{line}\n" for line in lines) + end + rest.split(end)[1]
-    return text
+        places = [page for page, text in texts.items() for _ in range(text.count(begin))]
+        if len(places) != 1 or texts[places[0]].count(end) != 1:
+            sys.exit(f"error: the table {name} has no place in the pages, or several")
+        before, rest = texts[places[0]].split(begin)
+        table = "".join(f"{line}\n" for line in lines)
+        texts[places[0]] = before + begin + table + end + rest.split(end)[1]
+    return texts
 
 
 def main():
@@ -282,8 +306,9 @@ def main():
     parser.add_argument("--tables", action="store_true", help="run nothing; default no")
     if not parser.parse_args().tables:
         record(HERE / "report.json")
-    README.write_text(fill_in(README.read_text()))
-    print(f"wrote the tables of {README}")
+    for page, text in filled_in().items():
+        page.write_text(text)
+        print(f"wrote the tables of {page}")
 
 
 if __name__ == "__main__":

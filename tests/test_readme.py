@@ -1,10 +1,9 @@
-"""The README's commands do what it shows, and its tables say what was recorded."""
+"""The README's commands do what is shown of them, and the tables of all pages what was recorded."""
 
 import json
 import re
 import shlex
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -14,17 +13,21 @@ sys.path.append(str(launch.ROOT / "figures"))
 import report
 
 PYTHON = r"^```python\n(.*?)^```\n"
-README = (launch.ROOT / "README.md").read_text()
-CODE = re.findall(PYTHON, README, re.M | re.S)
-README = re.sub(PYTHON, "", README, flags=re.M | re.S)
-FENCED = re.findall(r"^```\n(.*?)^```\n(?=(?:```\n(.*?)^```\n)?)", README, re.M | re.S)
+FIGURES = launch.ROOT / "figures"
+PAGES = [launch.ROOT / "README.md", launch.TASKS / "tiny_llama" / "README.md"]
+TEXTS = {page: page.read_text() for page in PAGES + sorted(FIGURES.glob("*.md"))}
+TEXT = "".join(TEXTS.values())
+CODE = re.findall(PYTHON, TEXT, re.M | re.S)
+TEXT = re.sub(PYTHON, "", TEXT, flags=re.M | re.S)
+FENCED = re.findall(r"^```\n(.*?)^```\n(?=(?:```\n(.*?)^```\n)?)", TEXT, re.M | re.S)
 NUMBER = r"(?<![\w.])-?\d[\d,]*\.?\d*(?:e[+-]?\d+)?"
 START = "OMP_NUM_THREADS=1 torchrun --standalone "
-# Each task's own command, which test_tasks.py runs, and what it shows of what that prints.
+OWN = rf"{START}--nproc_per_node (\d) tasks/(\w+)\.py\s*"
+# Each task's own command, which test_tasks.py runs, and what is shown of what that prints.
+OUTPUTS = {path.stem: path.read_text() for path in (FIGURES / "outputs").iterdir()}
 SHOWN = {
-    Path(command.split()[-1]).stem: (command.split()[-2], printed)
-    for command, printed in FENCED
-    if re.fullmatch(rf"{START}--nproc_per_node \d tasks/\w+\.py\n", command)
+    name: (re.fullmatch(OWN, text.split("\n")[0].removeprefix("$ "))[1], text.split("\n", 1)[1])
+    for name, text in OUTPUTS.items()
 }
 # The others, which would take long as they stand: the same with less to do.
 LESS = [
@@ -33,14 +36,13 @@ LESS = [
 ]  # fmt: skip
 OTHERS = {
     command.replace("\\\n", " "): printed
-    for command, printed in [(c, "") for c in re.findall(rf"`({START}[^`]*)`", README)] + FENCED
-    if command.startswith(START)
-    and not re.fullmatch(rf"{START}--nproc_per_node \d tasks/\w+\.py\s*", command)
+    for command, printed in [(c, "") for c in re.findall(rf"`({START}[^`]*)`", TEXT)] + FENCED
+    if command.startswith(START) and not re.fullmatch(OWN, command)
 }
 
 
 def same(shown, printed):
-    """Whether the lines that the README shows are printed, one after another.
+    """Whether the lines that are shown are printed, one after another.
 
     Others may come before the first, behind the last, and where it has "...". Words are the same,
     numbers nearly: tensors and losses to the digits that kernels may change, differences not at
@@ -99,7 +101,11 @@ def test_alike():
 
 
 def test_every_task_is_shown():
+    """By the README's command, and in a file that it points to."""
     assert SHOWN.keys() == set(launch.SCRIPTS)
+    own = [f"{line[2:]}\n" for line in (text.split("\n")[0] for text in OUTPUTS.values())]
+    assert sorted(own) == sorted(command for command, _ in FENCED if re.fullmatch(OWN, command))
+    assert all(f"(figures/outputs/{script}.txt)" in TEXTS[PAGES[0]] for script in SHOWN)
     assert all("Tests passed (rank=0)" in printed for _, printed in SHOWN.values())
 
 
@@ -131,7 +137,7 @@ def test_other_commands(command, tmp_path):
     same(printed, result.out)
 
 
-@pytest.mark.parametrize("target", sorted(set(re.findall(r"\bmake ([a-z-]+)", README))))
+@pytest.mark.parametrize("target", sorted(set(re.findall(r"\bmake\s([a-z-]+)", TEXT))))
 def test_make_targets(target):
     """Every target that it names is there."""
     assert launch.run(["make", "-n", target]).code == 0
@@ -161,8 +167,8 @@ def test_make_demo(tmp_path):
 
 def test_tables():
     """They are what figures/report.py makes of the committed records, of which all passed."""
-    assert report.fill_in(README) == README
-    tasks = json.loads((launch.ROOT / "figures" / "report.json").read_text())["tasks"]
+    assert all(TEXTS[page] == text for page, text in report.filled_in().items())
+    tasks = json.loads((FIGURES / "report.json").read_text())["tasks"]
     assert tasks.keys() == set(launch.SCRIPTS)
     for of_dtype in tasks.values():
         for claims in of_dtype.values():
@@ -170,8 +176,8 @@ def test_tables():
 
 
 def test_criteria():
-    """What its second table points to is printed, as its blocks show, or said by a script."""
-    table = README[README.index("| asked for | where it is |") :].split("\n\n")[0]
+    """What the table of the assignment's wishes points to is printed as shown, or in a script."""
+    table = TEXT[TEXT.index("| asked for | where it is |") :].split("\n\n")[0]
     sources = "".join(file.read_text() for file in launch.TASKS.glob("*.py")).lower()
     printed = "".join(printed for _, printed in SHOWN.values())
     for text in re.findall(r"`([^`]*)`", table):
@@ -182,8 +188,26 @@ def test_criteria():
 
 
 def test_paths():
-    """The files and pictures that it names exist."""
-    named = re.findall(r"(?:tasks|figures|tests|launch)/[\w/]+\.\w+", README)
+    """The files and pictures that are named exist."""
+    named = re.findall(r"(?:tasks|figures|tests|launch)/[\w/]+\.\w+", TEXT)
     assert named
     for name in named:  # one is written by whoever has a GPU
         assert (launch.ROOT / name).exists() or name == "figures/gpu/gpu.json", name
+
+
+def test_links():
+    """They lead to files, and to headings in them."""
+    assert "](figures/checks.md)" in TEXTS[PAGES[0]]
+    for page, text in TEXTS.items():
+        links = re.findall(r"\]\((?!http)([^)#]*)#?([^)]*)\)", text)
+        for name, heading in links:
+            target = (page.parent / name).resolve() if name else page
+            assert target.exists(), (page, name)
+            titles = re.findall("^#+ (.*)", target.read_text() if heading else "", re.M)
+            anchors = [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles]
+            assert not heading or heading in anchors, (page, name, heading)
+
+
+def test_length():
+    """The README is read in one sitting."""
+    assert TEXTS[PAGES[0]].count("\n") <= 260
