@@ -20,7 +20,7 @@ help:
 	@echo "make test-all     the tests; make test: the fast ones; make stress: the longest alone"
 	@echo "make test-real    every task on a real model, SmolLM2-135M (93 MB are fetched)"
 	@echo "make test-course  the tests with the course's versions of transformers and peft"
-	@echo "make report       run every task, and write the tables of the pages anew"
+	@echo "make report       run every task: the tables and outputs of the pages anew"
 	@echo "make bench        measure speed (up to two hours); make figures: draw what was measured"
 	@echo "make max-seq-len  find the longest sequence under limits on memory (an hour)"
 	@echo "make gpu          all that one GPU can show, in steps of 8 minutes (DEVICE=cpu rehearses)"

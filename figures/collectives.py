@@ -17,13 +17,15 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "tasks"))
 
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-import transformers  # noqa: E402
+import torch
+import torch.distributed as dist
+import transformers
 
-from records import add, machine, resume, torchrun  # noqa: E402
-from shared_group import NAME  # noqa: E402
-from utils import UserError, make_parser, positive, start  # noqa: E402
+from records import add, machine, resume, torchrun
+from utils.errors import UserError
+from utils.flags import make_parser, positive
+from utils.job import start
+from utils.shared_group import NAME
 
 KIB = [1, 8, 64, 512, 4096, 16384]
 TURNS, BLOCK = 9, 30  # sums in a block; the first block of each only warms up

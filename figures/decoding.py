@@ -20,13 +20,15 @@ from transformers import DynamicCache
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tasks"))
 
 import kv_cache
-import sharding
+from contenders import BY_GLOO, TECHNIQUES, split
 from kv_cache import choose_whole, generate, generation, say_times
-from measuring import interleave, threads_alone
 from records import here_and_now
-from shared_group import NAME
-from tp_speed import BY_GLOO, TECHNIQUES, split
-from utils import UserError, make_parser, positive, start
+from utils import collectives
+from utils.errors import UserError
+from utils.flags import make_parser, positive
+from utils.job import start
+from utils.measure import interleave, threads_alone
+from utils.shared_group import NAME
 
 
 def alone(tensor, group):
@@ -41,7 +43,7 @@ def own_only(tensor, group):
 
 def without_collectives(contender):
     """Task 2's model, each rank for itself."""
-    sums, choice = (sharding, "all_reduce", alone), (kv_cache, "all_gather", own_only)
+    sums, choice = (collectives, "all_reduce", alone), (kv_cache, "all_gather", own_only)
     with patch.object(*sums), patch.object(*choice):
         yield from contender()
 
@@ -62,7 +64,7 @@ def main():
         source, threads = run.source, torch.get_num_threads()
         reference = source.load_model(run.dtype, run.device) if run.rank == 0 else None
         made, models = split(run, args.techniques)
-        ids = run.from_rank0(torch.randint(source.config.vocab_size, (1, args.prompt_len)))
+        ids = run.broadcast(torch.randint(source.config.vocab_size, (1, args.prompt_len)))
 
         def tokens(of, choose):
             return generate(of, ids, ids * 0 + 1, args.new_tokens, choose, DynamicCache())

@@ -18,16 +18,19 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "tasks"))
 
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: E402
+import torch
+import torch.distributed as dist
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from model_checks import expect_loss  # noqa: E402
-from records import torchrun  # noqa: E402
-from tp_llama import tensor_parallelize  # noqa: E402
-from traffic import Meter  # noqa: E402
-from ulysses_forward import sequence_parallelize, sum_gradients  # noqa: E402
-from utils import make_parser, positive, shard_of, start  # noqa: E402
+from records import torchrun
+from tp_llama import tensor_parallelize
+from ulysses_forward import sequence_parallelize
+from utils.collectives import sum_gradients
+from utils.flags import make_parser, positive
+from utils.job import start
+from utils.model_checks import expect_loss
+from utils.shards import shard_of
+from utils.traffic import Meter
 
 COLLECTIVES = {
     "c10d::allreduce_": "all_reduce",
@@ -127,7 +130,7 @@ def record(run, parallelize, reduce, reference, ids):
             for name, p in model.named_parameters(remove_duplicate=False)}  # fmt: skip
     everyone = [None] * run.world_size
     dist.all_gather_object(everyone, (events, held))
-    whole = run.from_rank0(reference and {
+    whole = run.broadcast(reference and {
         name.removeprefix("model."): list(p.shape)
         for name, p in reference.named_parameters(remove_duplicate=False)
     })  # fmt: skip
@@ -153,7 +156,7 @@ def measure(args):
     with start(args) as run:
         config, group, run.place = run.source.config, run.group, (run.dtype, run.device)
         reference = run.source.load_model(*run.place) if run.rank == 0 else None
-        ids = run.from_rank0(torch.randint(config.vocab_size, (args.batch_size, args.seq_len)))
+        ids = run.broadcast(torch.randint(config.vocab_size, (args.batch_size, args.seq_len)))
         run.results["sizes"] = {
             "B": args.batch_size, "S": args.seq_len, "H": config.hidden_size,
             "N": config.num_attention_heads, "K": config.num_key_value_heads,

@@ -24,13 +24,13 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 sys.path.insert(0, str(ROOT / "tasks"))
 
-import psutil  # noqa: E402
-import torch  # noqa: E402
-import transformers  # noqa: E402
+import psutil
+import torch
+import transformers
 
-from comparing import OTHERWISE  # noqa: E402
-from loading import Source  # noqa: E402
-from records import attention_flop, here_and_now, launcher  # noqa: E402
+from records import attention_flop, here_and_now, launcher
+from utils.checks import OTHERWISE
+from utils.models import Source
 
 LIMIT_S, CUT = 480, "its time is up"
 SCRIPTS = ["tp_mlp", "tp_attention", "tp_llama", "dtensor_llama", "kv_cache", "ulysses_forward",

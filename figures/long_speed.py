@@ -5,7 +5,8 @@
 
 One process, with as many threads as all ranks: layers recomputed, loss and MLP in tiles; the same
 but for attention, whose outputs are kept (a selective checkpoint); the same process with what
-`tasks/long_sequence.py` does; and that on all ranks. After a check that all give the same loss.
+`tasks/memory/long_sequence.py` does; and that on all ranks. After a check that all give the same
+loss.
 """
 
 import statistics
@@ -18,13 +19,14 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tasks"))
 
-from finetuning import default_tile_mib, load
-from long_sequence import Techniques
-from measuring import interleave, num_threads, ratio
+from memory.finetune import default_tile_mib, load
+from memory.long_sequence import Techniques
 from records import here_and_now
 from ulysses_finetune import forward_backward
 from ulysses_forward import sequence_parallelize
-from utils import make_parser, positive, start
+from utils.flags import make_parser, positive
+from utils.job import start
+from utils.measure import interleave, num_threads, ratio
 
 
 def main():
@@ -38,7 +40,7 @@ def main():
     with start(args) as run:
         model = run.together(lambda: load(run, lambda m: sequence_parallelize(m, run.group)))
         length = args.seq_len - args.num_virtual_tokens
-        ids = run.from_rank0(torch.randint(run.source.config.vocab_size, (1, length)))
+        ids = run.broadcast(torch.randint(run.source.config.vocab_size, (1, length)))
         alone, own_threads = dist.new_group([0]), torch.get_num_threads()
         losses = {}
         run.results |= here_and_now(run.device.type, run.world_size)
@@ -65,13 +67,13 @@ def main():
         baseline = next(iter(contenders))
         dist.all_reduce(losses[ranks])
         for name in contenders:
-            values = [run.from_rank0(losses.get(which)) for which in (name, baseline)]
+            values = [run.broadcast(losses.get(which)) for which in (name, baseline)]
             # Two runs are compared here, without a wider one: by 1e-5 of the loss, as ever.
             bound = None if run.dtype == torch.float64 else 1e-5 * values[1].abs().item()
             run.check(f"loss: {name}", [values], bound)
             laps = seconds[name]["step"]
             of_first = ratio(laps, seconds[baseline]["step"])
-            run.say(f"{name}: {statistics.median(laps):.2f} s a step, {of_first} of the first")
+            run.print0(f"{name}: {statistics.median(laps):.2f} s a step, {of_first} of the first")
             run.results[name] = {"step_s": laps}
 
 

@@ -18,14 +18,14 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "tasks"))
 
-import torch  # noqa: E402
-import transformers  # noqa: E402
+import torch
+import transformers
 
-from finetuning import default_tile_mib  # noqa: E402
-from loading import PRESETS, Source  # noqa: E402
-from measuring import is_for_memory  # noqa: E402
-from model_checks import positive  # noqa: E402
-from records import add, machine, resume, threads_of, torchrun  # noqa: E402
+from memory.finetune import default_tile_mib
+from records import add, machine, resume, threads_of, torchrun
+from utils.flags import positive
+from utils.measure import is_for_memory
+from utils.models import PRESETS, Source
 
 MODELS, PROMPT, GRAIN, STEPS = [f"random/{name}" for name in PRESETS], 32, 1.05, 3
 # What libraries keep for themselves, and what small tensors add up to: seen, not counted. More of

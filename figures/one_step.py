@@ -21,15 +21,16 @@ import torch
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "tasks"))
 
-import saved_outputs  # noqa: E402
-from finetuning import default_tile_mib, load  # noqa: E402
-from long_sequence import Techniques  # noqa: E402
-from measuring import peak_memory_of_process  # noqa: E402
-from records import attention_flop, here_and_now  # noqa: E402
-from training_checks import base_of, expect_step  # noqa: E402
-from ulysses_finetune import forward_backward  # noqa: E402
-from ulysses_forward import sequence_parallelize  # noqa: E402
-from utils import make_parser, positive, start  # noqa: E402
+from memory import saved_outputs
+from memory.finetune import default_tile_mib, load
+from memory.long_sequence import Techniques
+from records import attention_flop, here_and_now
+from ulysses_finetune import forward_backward
+from ulysses_forward import sequence_parallelize
+from utils.flags import make_parser, positive
+from utils.job import start
+from utils.measure import peak_memory_of_process
+from utils.training_checks import base_of, expect_step
 
 
 class OverTime(Exception):
@@ -49,7 +50,7 @@ class Clock:
         self.run.synchronize()
         at = time.perf_counter() - self.begin
         self.done[function.__name__].append(at)
-        self.run.say(f"{function.__name__} {len(self.done[function.__name__])}: {at:.1f} s")
+        self.run.print0(f"{function.__name__} {len(self.done[function.__name__])}: {at:.1f} s")
         self.write()
         if at > self.run.args.limit:
             raise OverTime
@@ -116,15 +117,15 @@ def main():
             try:
                 record["loss"] = forward_backward(model, ids, run.group, techniques).item()
             except OverTime:
-                run.say(f"note: stopped after {args.limit} s; the rest is not measured")
+                run.print0(f"note: stopped after {args.limit} s; the rest is not measured")
 
         record["peak_bytes"] = peak_memory_of_process(run.device, step)
         write()
         said = (
             "nothing of the backward" if record["step_s"] is None else f"{record['step_s']:.1f} s"
         )
-        run.say(f"a step of {args.positions:,} positions: {said}"
-                + (", extrapolated" if record["extrapolated"] else ""))  # fmt: skip
+        run.print0(f"a step of {args.positions:,} positions: {said}"
+                   + (", extrapolated" if record["extrapolated"] else ""))  # fmt: skip
 
 
 if __name__ == "__main__":

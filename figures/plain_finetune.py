@@ -18,8 +18,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tasks"))
 
-from loading import PRESETS
-from measuring import is_for_memory, limited_memory, peak_memory_of_process
+from utils.measure import is_for_memory, limited_memory, peak_memory_of_process
+from utils.models import PRESETS
 
 
 def main():

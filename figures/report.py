@@ -17,9 +17,9 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "tasks"))
 
-import gpu  # noqa: E402
-from measuring import ratio  # noqa: E402
-from records import here_and_now, torchrun  # noqa: E402
+import gpu
+from records import here_and_now, torchrun
+from utils.measure import ratio
 
 TASKS = HERE.parent / "tasks"
 PAGES = [TASKS.parent / "README.md"]
@@ -77,24 +77,31 @@ TASK = {
     ]),
 }  # fmt: skip
 DTYPES = "float64", "float32"
+COMMAND = "OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node"
 
 
 # ---------------------------------------------------------------- recording
 
 
 def record(path):
-    """Run every task in both dtypes, on the CPU, and keep of each claim the worst check."""
+    """Run every task in both dtypes, on the CPU: of each claim the worst check, and what it prints.
+
+    The latter, in float32 and without notes, which depend on the machine, goes to outputs/.
+    """
     whole = here_and_now() | {"tasks": {}}
     for script, (_, ranks, flags, claims) in TASK.items():
         for dtype in DTYPES:
             print(f"{script}, {dtype}, {ranks} ranks", flush=True)
-            words = [*flags, "--device", "cpu", "--dtype", dtype]
-            run, done = torchrun(TASKS / f"{script}.py", ranks, *words)
+            words = [*flags, *(["--dtype", dtype] if dtype != "float32" else [])]
+            run, done = torchrun(TASKS / f"{script}.py", ranks, *words, CUDA_VISIBLE_DEVICES="")
             if not run:
                 sys.exit(f"{done.stdout[-3000:]}\nerror: {script} failed")
             whole |= {key: run[key] for key in ("versions", "model", "backend")}
             found = {claim: worst(run["checks"], pattern) for claim, pattern in claims}
             whole["tasks"].setdefault(script, {})[dtype] = found
+        lines = [line for line in done.stdout.splitlines() if not line.startswith("note: ")]
+        command = f"$ {COMMAND} {ranks} tasks/{script}.py {' '.join(flags)}".rstrip()
+        (HERE / "outputs" / f"{script}.txt").write_text("\n".join([command, *lines]) + "\n")
     path.write_text(json.dumps(whole, indent=1) + "\n")
 
 

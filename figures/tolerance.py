@@ -1,4 +1,4 @@
-"""Is a right run ever refused, and how small a wrong one is not? The evidence for tasks/errors.py.
+"""Is a right run ever refused, and how small a wrong one is not? The evidence.
 
     python figures/tolerance.py                       # all of it: half an hour on 2 cores
     python figures/tolerance.py --only tiny float32   # runs whose names have these words
@@ -25,19 +25,21 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent / "tasks"), str(HERE.parent / "tests")]
 
-import torch  # noqa: E402
-from torch.distributed.device_mesh import DeviceMesh  # noqa: E402
-from torch.distributed.tensor.parallel import loss_parallel  # noqa: E402
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import loss_parallel
 
-from conftest import make_llama  # noqa: E402
-from data import own_text  # noqa: E402
-from dtensor_llama import dtensor_parallelize  # noqa: E402
-from errors import LIMITS, judge, measure, worst_relative  # noqa: E402
-from model_checks import check_model, make_batch, own_loss  # noqa: E402
-from records import add, machine, resume, threads_of, torchrun  # noqa: E402
-from tp_llama import tensor_parallelize  # noqa: E402
-from ulysses_forward import sequence_parallelize, sum_gradients  # noqa: E402
-from utils import make_parser, positive, start  # noqa: E402
+from conftest import make_llama
+from dtensor_llama import dtensor_parallelize
+from records import add, machine, resume, threads_of, torchrun
+from tp_llama import tensor_parallelize
+from ulysses_forward import sequence_parallelize
+from utils.collectives import sum_gradients
+from utils.flags import make_parser, positive
+from utils.job import start
+from utils.model_checks import check_model, make_batch, own_loss
+from utils.text import own_text
+from utils.tolerance import LIMITS, judge, measure, worst_relative
 
 ODD = "odd Llama"  # of the tests: sizes that divide by nothing, biases, an untied head
 MODELS = {  # flags, and on how many ranks
@@ -116,7 +118,7 @@ def check_both(run, check, name, pairs=(), *args, **kwargs):
     for wrong, (of_check, part) in WRONG.items():
         if name == of_check and wrong not in run.wrong:
             pairs = list(pairs)
-            sizes = run.from_rank0(smallest_refused(run, pairs, part))
+            sizes = run.broadcast(smallest_refused(run, pairs, part))
             run.wrong[wrong] = sizes
     check(name, pairs, *args, **kwargs)
 
@@ -194,7 +196,7 @@ def table(whole):
     lines = [
         "# How far right runs are off, and how small an error is refused",
         "",
-        "By `python figures/tolerance.py`; the rule is in `tasks/errors.py`.",
+        "By `python figures/tolerance.py`; the rule is in `tasks/utils/tolerance.py`.",
         "",
         "Largest error of right runs, in times the reference's usual (Tasks 2 to 4, five texts):",
         f"rms of a tensor (limit {limits['rms']:g}) / rms of a row or column ({limits['row']:g}) /",

@@ -14,7 +14,6 @@ and of tokens.
 """
 
 import argparse
-import contextlib
 import os
 import statistics
 import sys
@@ -26,28 +25,20 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "tasks"))
 
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-import transformers  # noqa: E402
-from torch.distributed.device_mesh import DeviceMesh  # noqa: E402
-from torch.distributed.tensor.parallel import loss_parallel  # noqa: E402
+import torch
+import transformers
 
-from dtensor_llama import dtensor_parallelize, whole_logits  # noqa: E402
-from kv_cache import choose_among_ranks, choose_whole, generation  # noqa: E402
-from loading import Source, UserError, is_remote  # noqa: E402
-from measuring import (  # noqa: E402
-    interleave,
-    kept_memory,
-    ratio,
-    threads_alone,
-    training_step,
-)
-from model_checks import expect_loss  # noqa: E402
-from records import add, machine, resume, threads_of, torchrun  # noqa: E402
-from shared_group import NAME  # noqa: E402
-from tp_llama import tensor_parallelize  # noqa: E402
-from traffic import bytes_sent  # noqa: E402
-from utils import DTYPES, make_parser, natural, positive, start  # noqa: E402
+from contenders import BY_GLOO, TECHNIQUES, Single, local_weights, split
+from kv_cache import generation
+from records import add, machine, resume, threads_of, torchrun
+from utils.errors import UserError
+from utils.flags import DTYPES, make_parser, natural, positive
+from utils.job import start
+from utils.measure import interleave, kept_memory, ratio, threads_alone, training_step
+from utils.model_checks import expect_loss
+from utils.models import Source, is_remote
+from utils.shared_group import NAME
+from utils.traffic import bytes_sent
 
 MODEL = "random/llama-3.2-1b"
 PROMPT, NEW_TOKENS = 128, 32
@@ -56,113 +47,6 @@ LONG = 1024  # tokens; beyond, half of the layers: else 4 ranks do not fit into 
 # Task 2 that call them and do nothing else.
 WAITING = ("nccl", "c10d::", "_c10d_functional::", "CopyToRanks", "SumOverRanks", "GatherShares",
            "VocabParallelCrossEntropy")  # fmt: skip
-
-
-# ---------------------------------------------------------------- the techniques
-
-
-class Single:
-    """The unmodified model, rank 0's alone."""
-
-    def __init__(self, run, group=None):
-        self.run, self.group = run, group
-
-    choose = staticmethod(choose_whole)
-    context = staticmethod(contextlib.nullcontext)
-
-
-class HandMade(Single):
-    """Task 2: f, g and a vocabulary-parallel loss, written out."""
-
-    def parallelize(self, model):
-        tensor_parallelize(model, self.group)
-
-    choose = staticmethod(choose_among_ranks)
-
-    @staticmethod
-    def formula(L, T, H, V, P, e):
-        """Bytes each rank sends forward and backward, e to an element, for P up to the KV heads.
-
-        An all-reduce sends 2 (P-1)/P of its size. The loss is taken in float32 or wider.
-        """
-        all_reduce = 2 * (P - 1) / P * T * H * e
-        # Forward: g behind two blocks a layer and the embedding, two numbers a token for the loss.
-        # Backward: f in front of two blocks a layer and the LM head.
-        return (2 * L + 1) * all_reduce + (P - 1) * 2 * T * max(e, 4), (2 * L + 1) * all_reduce
-
-
-class DTensorPlan(HandMade):
-    """Task 3: parallelize_module, and loss_parallel."""
-
-    def __init__(self, run, group):
-        super().__init__(run, group)
-        self.mesh = DeviceMesh.from_group(group, run.device.type)
-
-    def parallelize(self, model):
-        dtensor_parallelize(model, self.mesh)
-
-    context = staticmethod(loss_parallel)
-
-    @staticmethod
-    def choose(model, logits):
-        return choose_whole(model, whole_logits(logits))
-
-    @staticmethod
-    def formula(L, T, H, V, P, e):
-        """As by hand, but the loss all-reduces three numbers a token."""
-        forward, backward = HandMade.formula(L, T, H, V, P, e)
-        return forward + (6 / P - 2) * (P - 1) * T * max(e, 4), backward
-
-
-class TransformersPlan(HandMade):
-    """transformers' tp_plan="auto"."""
-
-    def parallelize(self, model):
-        from transformers.distributed import DistributedConfig
-
-        config = DistributedConfig(tp_size=self.run.world_size, tp_plan="auto")
-        config, _, meshes = model.prepare_distribute_model(config)
-        mesh = DeviceMesh.from_group(self.group, self.run.device.type, mesh_dim_names=("tp",))
-        usual = meshes.get_mesh
-        meshes.get_mesh = lambda name: mesh if name == "tp" else usual(name)
-        embedding, head = model.model.embed_tokens, model.lm_head
-        tied = head.weight is embedding.weight
-        if tied:  # it wants to split them one by one
-            head.weight = torch.nn.Parameter(torch.empty_like(head.weight))
-        model.maybe_distribute_model(model, config, meshes)
-        if tied:
-            head.weight = embedding.weight
-
-    choose = staticmethod(choose_whole)
-
-    @staticmethod
-    def formula(L, T, H, V, P, e):
-        """Each of five projections a layer has its own f; the loss is taken of gathered logits."""
-        forward, backward = HandMade.formula(L, T, H, V, P, e)
-        largest = -(-V // P)  # shares are padded to be gathered
-        logits = (P - 1) * T * largest * e - (P - 1) * 2 * T * max(e, 4)
-        return forward + logits, backward * (5 * L + 1) / (2 * L + 1)
-
-
-TECHNIQUES = {"hand-made": HandMade, "DTensor": DTensorPlan, "transformers": TransformersPlan}
-BY_GLOO = {f"{name}, gloo": technique for name, technique in TECHNIQUES.items()}
-
-
-def split(run, techniques):
-    """{name: technique} and {name: model on this rank}; by gloo, of the same weights."""
-    gloo = dist.new_group(backend="gloo") if BY_GLOO.keys() & set(techniques) else None
-    made = {
-        name: BY_GLOO[name](run, gloo) if name in BY_GLOO else TECHNIQUES[name](run, run.group)
-        for name in techniques
-    }
-    models = {}
-    for name, technique in made.items():
-        models[name] = run.source.load_model(run.dtype, run.device, technique.parallelize)
-        if (other := name.removesuffix(", gloo")) != name and other in models:
-            pairs = zip(*(local_weights(models[n]) for n in (name, other)), strict=True)
-            for weight, same in pairs:
-                weight.data = same.data
-    return made, models
 
 
 # ---------------------------------------------------------------- one measurement, under torchrun
@@ -178,7 +62,7 @@ def measure(args):
         in_files = args.giving_back and run.device.type == "cpu"
         for model in models.values() if in_files else ():
             into_file(model)
-        ids = run.from_rank0(torch.randint(config.vocab_size, (1, args.seq_len)))
+        ids = run.broadcast(torch.randint(config.vocab_size, (1, args.seq_len)))
         threads = dict.fromkeys(models, torch.get_num_threads()) | {"single": threads_alone(run)}
         contenders = {"single": Single(run), **techniques}
 
@@ -225,11 +109,6 @@ def measure(args):
             run.results[name] |= {side: times[of] for side, of in sides.items()}
             if profiles:
                 run.results[name]["profile"] = {k: profiles[of] for k, of in sides.items()}
-
-
-def local_weights(model):
-    """The tensors that a model (None: has none) keeps on this rank."""
-    return [getattr(w, "_local_tensor", w) for w in model.parameters()] if model else []
 
 
 def into_file(model):

@@ -14,10 +14,13 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tasks"))
 
-from model_checks import expect_loss, measure_memory, measure_time
 from records import here_and_now
-from ulysses_forward import sequence_parallelize, sum_gradients
-from utils import make_parser, positive, start
+from ulysses_forward import sequence_parallelize
+from utils.collectives import sum_gradients
+from utils.flags import make_parser, positive
+from utils.job import start
+from utils.measure import measure_memory, measure_time
+from utils.model_checks import expect_loss
 
 
 def main():
@@ -40,7 +43,7 @@ def main():
         reference = source.load_model(*place) if run.rank == 0 else None
         parallel = source.load_model(*place, parallelize)
         shape = args.batch_size, args.seq_len
-        ids = run.from_rank0(torch.randint(source.config.vocab_size, shape))
+        ids = run.broadcast(torch.randint(source.config.vocab_size, shape))
         with torch.no_grad():
             loss = parallel(ids, labels=ids).loss
         expected, own = expect_loss(run, run.references(reference), ids)

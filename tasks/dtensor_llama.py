@@ -37,28 +37,22 @@ from torch.distributed.tensor.parallel import (
 )
 from transformers import LlamaConfig
 
-from tp_mlp import Block, step
-from utils import (
-    SharedLinear,
-    UserError,
-    add_model_flags,
-    check_continuation,
+from tp_mlp import Block, block_step
+from utils.collectives import SharedLinear, subgroup, sum_over_ranks
+from utils.errors import UserError
+from utils.flags import add_model_flags, make_parser, positive
+from utils.generation import check_continuation, hf_generate
+from utils.job import start
+from utils.model_checks import check_overfitting, show_model
+from utils.models import materialize
+from utils.shards import (
     check_ids,
-    check_overfitting,
-    fill,
-    hf_generate,
     keep_shard,
     local_part,
-    make_parser,
     next_tokens,
-    positive,
     refuse_as_whole,
+    shard_heads,
     shard_of,
-    share_heads,
-    show_model,
-    start,
-    subgroup,
-    sum_over_ranks,
     with_whole_logits,
 )
 
@@ -103,7 +97,9 @@ class VocabularyRows(ParallelStyle):
         first, end = shard_of(module.weight)[1:]
         words = len(module.weight)
         if (mesh.size() - 1) * -(-words // mesh.size()) >= words:  # equal chunks, the last short
-            raise UserError(f"{mesh.size()} ranks share {words} words: some have none; fewer ranks")
+            raise UserError(
+                f"{mesh.size()} ranks share {words} tokens: some have none; fewer ranks"
+            )
         padding = module.padding_idx  # its row gets no gradient
         padding = padding - first if padding is not None and first <= padding < end else None
 
@@ -149,7 +145,7 @@ def dtensor_parallelize(model, mesh, plan=PLAN):
     ranks that are more than KV heads, are taken care of (`WholeHeads`). The model is used as
     before: logits come out whole, unless `labels` are given: then `output.logits` stays a DTensor,
     split over the vocabulary (see `split_loss`). Works on a model without memory (device meta) too.
-    Raises UserError for more ranks than query heads or words, and for a plan that does not fit the
+    Raises UserError for more ranks than query heads or tokens, and for a plan that does not fit the
     model, ValueError for a model that is split already.
     Source: torch.distributed.tensor.parallel; Megatron-LM, arXiv 1909.08053, section 3.
     """
@@ -212,7 +208,7 @@ def plan_whole_heads(model, mesh):
     """The plan's four attention projections for this rank; sets each layer's GQA ratio too."""
     config, D = model.config, model.model.layers[0].self_attn.head_dim
     kv_heads, group, shared = config.num_key_value_heads, mesh.get_group(), None
-    queries, keys, holders = share_heads(
+    queries, keys, holders = shard_heads(
         config.num_attention_heads, kv_heads, mesh.size(), mesh.get_local_rank()
     )
     if mesh.size() > kv_heads:
@@ -259,7 +255,7 @@ def whole_logits(logits):
 
 
 def summed_logits(logits):
-    """The same by an all-reduce, of what is zero but for a rank's own words.
+    """The same by an all-reduce, of what is zero but for a rank's own tokens.
 
     The all-gather of DTensor takes CUDA's memory for the CPU's on gloo (pytorch issue 152645).
     """
@@ -287,15 +283,15 @@ def show_mlp(run, mesh):
     with torch.device("meta"):
         block = Block(config)
     apply_plan(block, mesh, plan)
-    fill(block, run.deal(reference), run.dtype, run.device)
-    x, references = run.from_rank0(x).to(run.dtype), run.references(reference)
+    materialize(block, run.deal(reference), run.dtype, run.device)
+    x, references = run.broadcast(x).to(run.dtype), run.references(reference)
     for name, parameter in block.named_parameters():
         kind, local = type(parameter.data), local_part(parameter)
-        run.say(f"{name=},\ttype={kind}\tglobal shape={parameter.shape},\t"
-                f"local shape={local.shape}")  # fmt: skip
+        run.print0(f"{name=},\ttype={kind}\tglobal shape={parameter.shape},\t"
+                   f"local shape={local.shape}")  # fmt: skip
     run.check_weights("MLP", block, references)
-    expected = run.expect(lambda block: step(block, x), references)
-    results = zip(step(block, x), expected, strict=True)
+    expected = run.expect(lambda block: block_step(block, x), references)
+    results = zip(block_step(block, x), expected, strict=True)
     goldens = GOLDEN_OUTPUTS, GOLDEN_INPUT_GRAD
     for name, what, golden, (actual, expected) in zip(
         ("outputs", "input grad"), ("output", "input_grad"), goldens, results, strict=True

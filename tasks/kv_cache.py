@@ -10,7 +10,7 @@ ranks that hold it. Bytes on each rank, e to an element, S tokens so far:
 A decoded token is one row: sums over ranks of (B, 1, H) are a few KiB, and what they cost is not
 bytes but their number and the steps of each. With the hand-made model the loop below needs 2 L + 1
 collectives a token: two in every layer, each in one step (on a CPU: `SMALL` in shared_group.py,
-`all_reduce` in sharding.py), and one for the next token. There every rank sends its best logit,
+`all_reduce` in collectives.py), and one for the next token. There every rank sends its best logit,
 that token's id, and that token's embedding, (B, 2 + H). So logits are never gathered, and the next
 forward starts without a collective.
 
@@ -32,19 +32,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import DynamicCache, StaticCache
 
 from dtensor_llama import dtensor_parallelize, whole_logits
-from measuring import REPEATS_HELP, interleave, num_threads, ratio, say_if_short, threads_alone
 from tp_llama import tensor_parallelize
-from utils import (
-    all_gather,
-    check_text,
-    encode_prompts,
-    hf_generate,
-    make_parser,
-    natural,
-    positive,
-    share_heads,
-    start,
-)
+from utils.collectives import all_gather
+from utils.flags import make_parser, natural, positive
+from utils.generation import check_text, encode_prompts, hf_generate
+from utils.job import start
+from utils.measure import REPEATS_HELP, interleave, num_threads, ratio, say_if_short, threads_alone
+from utils.shards import shard_heads
 
 # ---------------------------------------------------------------- the technique
 
@@ -122,7 +116,7 @@ def check_generation(run, name, model, choose, tokenizer, prompts, expected, ref
     """Every way to continue the prompts gives the single rank's tokens; the cache is its slice."""
     (ids, mask), count = prompts, run.args.new_tokens
     length, config = ids.shape[1] + count, run.source.config
-    _, (first, end), _ = share_heads(
+    _, (first, end), _ = shard_heads(
         config.num_attention_heads, config.num_key_value_heads, run.world_size, run.rank
     )
     caches, results = {}, {}
@@ -225,7 +219,7 @@ def say_times(run, seconds, new_tokens):
     for name, phases in seconds.items():
         times = phases["generate"]
         median = statistics.median(times)
-        run.say(
+        run.print0(
             f"time {name}: {median:.4f} s, {new_tokens / median:.1f} tokens/s, "
             f"median ratio {ratio(times, alone)}"
         )
@@ -237,8 +231,10 @@ def measure(run, models, reference):
     args, config = run.args, run.source.config
     length = min(args.prompt_len, config.max_position_embeddings - args.new_tokens)
     if length < args.prompt_len:
-        run.say(f"note: timed after {length} tokens, not {args.prompt_len}: the context ends there")
-    ids = run.from_rank0(torch.randint(config.vocab_size, (1, length)))
+        run.print0(
+            f"note: timed after {length} tokens, not {args.prompt_len}: the context ends there"
+        )
+    ids = run.broadcast(torch.randint(config.vocab_size, (1, length)))
     threads, all_threads = torch.get_num_threads(), threads_alone(run)
     everything = ids, args.new_tokens, choose_whole, all_threads
     contenders = {"one rank": partial(generation, reference, *everything)}
@@ -247,7 +243,7 @@ def measure(run, models, reference):
     seconds = interleave(run, contenders, args.repeats)
     say_times(run, seconds, args.new_tokens)
     alone = seconds["one rank"]["generate"]
-    run.say(
+    run.print0(
         f"({args.new_tokens} tokens after {length}, {len(alone)} times, slowest rank; "
         f"{threads} thread(s) a rank, {all_threads} for the one alone)"
     )

@@ -29,19 +29,12 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding
 
-from utils import (
-    PRESETS,
-    Rotary64,
-    SharedLinear,
-    copy_to_ranks,
-    fill,
-    keep_shard,
-    make_parser,
-    share_heads,
-    start,
-    subgroup,
-    sum_over_ranks,
-)
+from utils.collectives import SharedLinear, copy_to_ranks, subgroup, sum_over_ranks
+from utils.flags import make_parser
+from utils.float64 import Rotary64
+from utils.job import start
+from utils.models import PRESETS, materialize
+from utils.shards import keep_shard, shard_heads
 
 SHAPES = {
     "assignment": dict(hidden_size=4096, num_attention_heads=32, num_key_value_heads=8),
@@ -57,7 +50,7 @@ def tensor_parallelize_attention(attention, group):
     k_proj, v_proj    (K D, H)      (max(K/P, 1) D, H)   the KV heads of those query heads
     o_proj            (H, N D)      (H, N/P D)           row-parallel
 
-    Shares may be uneven, see `share_heads`; with more ranks than KV heads, a KV head is held by
+    Shares may be uneven, see `shard_heads`; with more ranks than KV heads, a KV head is held by
     several ranks and its gradient summed over them. Biases of q, k, v go with their heads; that
     of o_proj must enter the sum over ranks once, so rank 0 of the group has it.
     Raises UserError for more ranks than query heads.
@@ -66,7 +59,7 @@ def tensor_parallelize_attention(attention, group):
     rank, ranks, D = group.rank(), group.size(), attention.head_dim
     num_heads = attention.q_proj.out_features // D
     num_kv_heads = attention.k_proj.out_features // D
-    queries, keys, holders = share_heads(num_heads, num_kv_heads, ranks, rank)
+    queries, keys, holders = shard_heads(num_heads, num_kv_heads, ranks, rank)
     keep_shard(attention.q_proj, 0, queries[0] * D, queries[1] * D)
     keep_shard(attention.k_proj, 0, keys[0] * D, keys[1] * D)
     keep_shard(attention.v_proj, 0, keys[0] * D, keys[1] * D)
@@ -104,7 +97,7 @@ def make_masks(batch_size, seq_len, dtype, device):
     return kinds | {".sum()": causal}
 
 
-def step(attention, x, loss, rotary_tables, mask):
+def attention_step(attention, x, loss, rotary_tables, mask):
     """Forward, and loss(y).backward(): the output and the input gradient, both (B, S, H)."""
     attention.zero_grad()
     dtype = attention.q_proj.weight.dtype
@@ -124,7 +117,7 @@ def load_attention(run, config, read, group=None, layer_idx=0):
         attention = LlamaAttention(config, layer_idx)
     if group:
         tensor_parallelize_attention(attention, group)
-    return fill(attention, read, run.dtype, run.device).eval()
+    return materialize(attention, read, run.dtype, run.device).eval()
 
 
 def make_inputs(run, config, batch_size, seq_len):
@@ -139,9 +132,9 @@ def make_inputs(run, config, batch_size, seq_len):
 
 def compare_template(run, title, references, parallel, x, *others):
     """The test of the assignment's template: the forward, and .sum().backward() to the input."""
-    results = step(parallel, x, torch.sum, *others)
-    expected = run.expect(lambda layer: step(layer, x, torch.sum, *others), references)
-    run.say(f"--- {title}, .sum().backward()")
+    results = attention_step(parallel, x, torch.sum, *others)
+    expected = run.expect(lambda layer: attention_step(layer, x, torch.sum, *others), references)
+    run.print0(f"--- {title}, .sum().backward()")
     for kind, what, actual, values in zip(
         ("outputs", "input grad"), ("output", "input_grad"), results, expected, strict=True
     ):
@@ -164,11 +157,11 @@ def compare(run, title, reference, parallel, batch_size, seq_len):
     for kind, mask in masks.items():
         if kind == "causal, padded":  # no loss comes from padding
             upstream[-1, : seq_len // 3] = 0
-        y, x_grad = step(parallel, x, loss, rotary_tables, mask)
+        y, x_grad = attention_step(parallel, x, loss, rotary_tables, mask)
         expected_y, expected_x_grad = run.expect(
-            lambda layer, mask=mask: step(layer, x, loss, rotary_tables, mask), references
+            lambda layer, mask=mask: attention_step(layer, x, loss, rotary_tables, mask), references
         )
-        run.say(f"--- {title}, {kind}")
+        run.print0(f"--- {title}, {kind}")
         run.show("Reference outputs", expected_y[0], ranks="0")
         run.show("TParallel outputs", y)
         run.show("Reference input grad", expected_x_grad[0], ranks="0")
@@ -183,7 +176,7 @@ def compare(run, title, reference, parallel, batch_size, seq_len):
     # it; and what is not padded, as without a mask.
     changed, padding = x.clone(), seq_len // 3
     changed[-1, :padding] += 1
-    changed_y, _ = step(parallel, changed, loss, rotary_tables, mask)
+    changed_y, _ = attention_step(parallel, changed, loss, rotary_tables, mask)
     pairs = [(changed_y[-1, padding:], y[-1, padding:])]
     run.check(f"{title} {kind} output, whatever the padding", pairs, tolerance=0.0)
     if batch_size > 1 and run.dtype != torch.bfloat16:
@@ -245,11 +238,11 @@ def show_example(run):
     # The example gives no mask, and runs eager attention, which then is bidirectional.
     mask = make_masks(1, 128, run.dtype, run.device)["bidirectional"]
     others = torch.norm, rotary_tables, mask
-    results = step(parallel, x, *others)
-    expected = run.expect(lambda layer: step(layer, x, *others), references)
-    run.say("--- example: layer 5 of llama-3.2-1b, .norm().backward()")
+    results = attention_step(parallel, x, *others)
+    expected = run.expect(lambda layer: attention_step(layer, x, *others), references)
+    run.print0("--- example: layer 5 of llama-3.2-1b, .norm().backward()")
     for name, actual, values in zip(("output", "input.grad"), results, expected, strict=True):
-        run.say(f"{name}={actual.cpu()}")
+        run.print0(f"{name}={actual.cpu()}")
         name = name.replace(".", " ")
         run.check(f"example {name}", [(actual, *values)])
         run.check_same_bits(f"example {name}, same bits on all ranks", actual)

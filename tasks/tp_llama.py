@@ -31,25 +31,25 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from utils import (
+from utils.collectives import (
     SharedLinear,
-    UserError,
-    add_model_flags,
     all_gather,
-    check_ids,
     copy_to_ranks,
     gather_shares,
-    keep_shard,
-    make_parser,
-    next_tokens,
-    plain_loss,
-    refuse_as_whole,
-    share,
-    share_heads,
-    show_model,
-    start,
     subgroup,
     sum_over_ranks,
+)
+from utils.errors import UserError
+from utils.flags import add_model_flags, make_parser
+from utils.job import start
+from utils.model_checks import plain_loss, show_model
+from utils.shards import (
+    check_ids,
+    keep_shard,
+    next_tokens,
+    refuse_as_whole,
+    shard_heads,
+    shard_range,
     with_whole_logits,
 )
 
@@ -69,10 +69,10 @@ def tensor_parallelize(model, group, vocab_parallel=True):
     norms                   (H,)        (H,)            replicated; gradients equal by themselves
 
     Shares may be uneven; with more ranks than KV heads each KV head is held by several ranks (see
-    `share_heads`). The model is used as before: logits come out whole, gathered from the ranks,
+    `shard_heads`). The model is used as before: logits come out whole, gathered from the ranks,
     unless `labels` are given: then the loss is computed from the split logits, and
     `output.logits` is this rank's (B, S, V/P). Works on a model without memory (device meta) too.
-    Raises UserError for more ranks than query heads or words, ValueError for a model that is split
+    Raises UserError for more ranks than query heads or tokens, ValueError for a model that is split
     already.
     Source: Megatron-LM, arXiv 1909.08053, section 3.
     """
@@ -80,8 +80,8 @@ def tensor_parallelize(model, group, vocab_parallel=True):
     rank, ranks = group.rank(), group.size()
     D = model.model.layers[0].self_attn.head_dim
     num_heads, num_kv_heads = model.config.num_attention_heads, model.config.num_key_value_heads
-    queries, keys, holders = share_heads(num_heads, num_kv_heads, ranks, rank)
-    units = share(model.config.intermediate_size, ranks, rank)
+    queries, keys, holders = shard_heads(num_heads, num_kv_heads, ranks, rank)
+    units = shard_range(model.config.intermediate_size, ranks, rank)
     if ranks > num_kv_heads:
         holders_group = subgroup(group, *holders)
 
@@ -116,8 +116,8 @@ def tensor_parallelize(model, group, vocab_parallel=True):
 
     if vocab_parallel:
         if model.config.vocab_size < ranks:
-            raise UserError(f"{ranks} ranks share {model.config.vocab_size} words: fewer ranks")
-        rows = share(model.config.vocab_size, ranks, rank)
+            raise UserError(f"{ranks} ranks share {model.config.vocab_size} tokens: fewer ranks")
+        rows = shard_range(model.config.vocab_size, ranks, rank)
         embedding, head = model.model.embed_tokens, model.lm_head
         tied = head.weight is embedding.weight
         keep_shard(embedding, 0, *rows)

@@ -10,7 +10,7 @@ the ranks' partial outputs. Its mirror image is needed in the backward, in front
                     forward: nothing                     forward: all-reduce
                     backward: all-reduce                 backward: nothing
 
-f and g are `copy_to_ranks` and `sum_over_ranks`, in sharding.py.
+f and g are `copy_to_ranks` and `sum_over_ranks`, in utils/collectives.py.
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 4 tasks/tp_mlp.py
 
@@ -36,17 +36,12 @@ from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
-from float64 import compute_in_float64
-from utils import (
-    copy_to_ranks,
-    fill,
-    keep_shard,
-    make_parser,
-    positive,
-    share,
-    start,
-    sum_over_ranks,
-)
+from utils.collectives import copy_to_ranks, sum_over_ranks
+from utils.flags import make_parser, positive
+from utils.float64 import compute_in_float64
+from utils.job import start
+from utils.models import materialize
+from utils.shards import keep_shard, shard_range
 
 # What the assignment prints for its demo: first and last three of the outputs and input gradients.
 GOLDEN_OUTPUTS = [-0.1145, 0.0160, 0.0500, -0.1455, 0.1126, -0.0192]
@@ -80,7 +75,7 @@ def tensor_parallelize_mlp(mlp, group):
     Source: Megatron-LM, arXiv 1909.08053, section 3.
     """
     rank, ranks = group.rank(), group.size()
-    units = share(mlp.up_proj.out_features, ranks, rank)
+    units = shard_range(mlp.up_proj.out_features, ranks, rank)
     keep_shard(mlp.gate_proj, 0, *units)
     keep_shard(mlp.up_proj, 0, *units)
     keep_shard(mlp.down_proj, 1, *units)
@@ -96,10 +91,10 @@ def load_block(run, config, read, group=None):
         block = Block(config)
     if group:
         tensor_parallelize_mlp(block.mlp, group)
-    return fill(block, read, run.dtype, run.device)
+    return materialize(block, read, run.dtype, run.device)
 
 
-def step(block, x, upstream=None, recompute=False):
+def block_step(block, x, upstream=None, recompute=False):
     """One forward and backward; returns the output and the input gradient, both like x.
 
     upstream: gradient of the output; default ones, which is the assignment's .sum().backward().
@@ -121,9 +116,9 @@ def compare(run, title, reference, parallel, x):
     references = run.references(reference)
     run.check_weights(title, parallel, references)
     # As the assignment has it: .sum() as the loss.
-    y, x_grad = step(parallel, x)
-    expected_y, expected_x_grad = run.expect(lambda block: step(block, x), references)
-    run.say(f"--- {title}")
+    y, x_grad = block_step(parallel, x)
+    expected_y, expected_x_grad = run.expect(lambda block: block_step(block, x), references)
+    run.print0(f"--- {title}")
     run.show_both("outputs", expected_y[0], y)
     run.check_allclose(title, "output", y, expected_y[0])
     run.show_both("input grad", expected_x_grad[0], x_grad)
@@ -136,8 +131,8 @@ def compare(run, title, reference, parallel, x):
     # Every gradient, with a random gradient of the output, which no symmetry can hide behind.
     torch.manual_seed(run.args.seed)
     upstream = torch.randn_like(x)
-    actual = step(parallel, x, upstream)[1]
-    (expected,) = run.expect(lambda block: step(block, x, upstream)[1:], references)
+    actual = block_step(parallel, x, upstream)[1]
+    (expected,) = run.expect(lambda block: block_step(block, x, upstream)[1:], references)
     run.check(f"{title}, random upstream: input grad", [(actual, *expected)])
     run.check_gradients(f"{title}, random upstream:", parallel, references)
 
@@ -146,7 +141,7 @@ def compare(run, title, reference, parallel, x):
     counter = parallel.mlp.register_forward_hook(lambda *_: calls.append(1))
     for recompute in (False, True):
         torch.manual_seed(run.args.seed)
-        results.append([*step(parallel, x, upstream, recompute)])
+        results.append([*block_step(parallel, x, upstream, recompute)])
         results[-1] += [parameter.grad for parameter in parallel.parameters()]
     counter.remove()
     # One forward where activations are kept; where not, another one in the backward.
@@ -167,7 +162,7 @@ def show_rounding(run, reference, x):
     """
 
     def results():
-        return run.expect(lambda block: step(block, x), [reference] if reference else [])
+        return run.expect(lambda block: block_step(block, x), [reference] if reference else [])
 
     if reference:
         reference.requires_grad_(False)
@@ -196,7 +191,7 @@ def main():
         reference = load_block(run, config, read) if run.rank == 0 else None
         parallel = run.together(lambda: load_block(run, config, read, run.group))
         x = torch.randn(2, 5, config.hidden_size, dtype=torch.float32)
-        compare(run, args.model, reference, parallel, run.from_rank0(x).to(run.dtype))
+        compare(run, args.model, reference, parallel, run.broadcast(x).to(run.dtype))
 
         # The assignment's block: rank 0 builds it and deals out the shards.
         config = LlamaConfig(
@@ -210,7 +205,7 @@ def main():
             reference = run.place(Block(config))  # before x: the golden values need this order
             x = torch.randn(1, args.hidden_size, dtype=torch.float32)
         parallel = load_block(run, config, run.deal(reference), run.group)
-        x = run.from_rank0(x).to(run.dtype)
+        x = run.broadcast(x).to(run.dtype)
         y, x_grad = compare(run, "assignment", reference, parallel, x)
         demo = (args.hidden_size, args.intermediate_size, args.seed) == (4096, 14336, 1337)
         if demo and run.dtype != torch.bfloat16:

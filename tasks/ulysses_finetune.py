@@ -37,27 +37,23 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from checkpoint import find, identity, open_folder, resume, save
-from finetuning import choose_techniques, load, save_result, warm_up, within_budget
-from long_sequence import sequence_loss
-from measuring import peak_memory
-from training_checks import base_of, check_replicas, check_training, make_optimizer, trained
-from ulysses_forward import sequence_mask, sequence_parallelize, sum_gradients, sum_of_losses
-from utils import (
-    UserError,
-    all_gather,
-    load_tokens,
-    make_parser,
-    natural,
-    positive,
-    share,
-    start,
-)
-from watching import catch_signals
+from memory.finetune import choose_techniques, each_alone, load, save_result, warm_up, within_budget
+from memory.long_sequence import sequence_loss
+from ulysses_forward import sequence_mask, sequence_parallelize, sum_of_losses
+from utils.checkpoint import find, identity, open_folder, resume, save
+from utils.collectives import all_gather, sum_gradients
+from utils.errors import UserError
+from utils.flags import make_parser, natural, positive
+from utils.job import start
+from utils.measure import peak_memory
+from utils.shards import shard_range
+from utils.text import load_tokens
+from utils.training_checks import base_of, check_replicas, check_training, make_optimizer, trained
+from utils.watchdog import catch_signals
 
 LR = {"prompt": 1e-3, "lora": 1e-3, "none": 1e-4}
 SAVES = {
-    "long-sequence": "the techniques of long_sequence.py, else Task 4's own forward",
+    "long-sequence": "the techniques of memory/long_sequence.py, else Task 4's own forward",
     "saved-outputs": "of each layer keep attention's outputs alone, and build the rest again in "
     "the backward; --no-saved-outputs: recompute whole layers",
     "selective-checkpoint": "instead, recompute layers but for attention, whose outputs are kept, "
@@ -78,7 +74,7 @@ def shard_loss(model, ids, group, techniques=None):
     each rank's weights get the gradient of its own tokens' losses.)
 
     model: a sequence-parallel LlamaForCausalLM, alone or under PEFT. ids: (B, S), on all ranks.
-    techniques: what saves memory, see `long_sequence.py`; without, it is Task 4's own forward.
+    techniques: what saves memory, see `memory/long_sequence.py`; None: Task 4's own forward.
 
                     whole               this rank's
     embeddings      (B, n + S, H)       (B, (n+S)/P, H)     never whole anywhere
@@ -88,7 +84,7 @@ def shard_loss(model, ids, group, techniques=None):
     base = base_of(model)
     prompt = virtual_tokens(model, len(ids))
     n, S, embed = len(prompt[0]), ids.shape[1], base.get_input_embeddings()
-    first, stop = share(n + S, group.size(), group.rank())
+    first, stop = shard_range(n + S, group.size(), group.rank())
 
     def embeddings():
         tokens = embed(ids[:, max(first - n, 0) : max(stop - n, 0)])
@@ -152,7 +148,7 @@ def train(run, model, optimizer, forward_backward, batches, losses, save):
         run.synchronize()
         seconds.append(time.perf_counter() - begin)
         with bar.external_write_mode():
-            run.say(f"i={i}\tloss.item()={losses[-1]!r}")
+            run.print0(f"i={i}\tloss.item()={losses[-1]!r}")
         bar.update()
         interrupted = max(stops) > 0
         if len(losses) == run.args.steps or interrupted or len(losses) % run.args.save_every == 0:
@@ -164,7 +160,7 @@ def train(run, model, optimizer, forward_backward, batches, losses, save):
                 if run.args.output_dir
                 else "nothing saved: no --output-dir"
             )
-            run.say(f"interrupted after {len(losses)} steps; {how}")
+            run.print0(f"interrupted after {len(losses)} steps; {how}")
             run.exit(130)
     bar.close()
     return seconds
@@ -259,7 +255,7 @@ def finetune(run):
     resumes = open_folder(run, args.output_dir, args.resume, result)
     needed = args.num_sequences * args.seq_len
     ids = load_tokens(run, args.text, run.together(run.source.tokenizer), needed)
-    run.say(f"Cropping input_ids.shape[1]={ids.shape[1]} to {needed} tokens")
+    run.print0(f"Cropping input_ids.shape[1]={ids.shape[1]} to {needed} tokens")
     ids = ids[:, :needed].view(args.num_sequences, args.seq_len)
     length = args.seq_len + (args.num_virtual_tokens if args.peft == "prompt" else 0)
     if args.num_virtual_tokens > 2**20:
@@ -268,10 +264,10 @@ def finetune(run):
         raise UserError(f"--seq-len {args.seq_len}: too short, each rank needs a token, and the "
                         "loss three")  # fmt: skip
     if length > config.max_position_embeddings:
-        run.say(f"note: {length} positions, but {run.source.name} was made for "
-                f"{config.max_position_embeddings}")  # fmt: skip
+        run.print0(f"note: {length} positions, but {run.source.name} was made for "
+                   f"{config.max_position_embeddings}")  # fmt: skip
     if config.attention_dropout:
-        run.say(f"note: attention dropout {config.attention_dropout} is left out")
+        run.print0(f"note: attention dropout {config.attention_dropout} is left out")
         config.attention_dropout = 0.0
 
     def batches(i):
@@ -283,7 +279,7 @@ def finetune(run):
     same = identity(run, base_of(model), ids)
     count = sum(p.numel() for p in parameters.values())
     total = sum(p.numel() for p in model.parameters())
-    run.say(f"Parameters: {count} trainable / {total} total")
+    run.print0(f"Parameters: {count} trainable / {total} total")
     check_replicas(run, parameters, "before")
     found = find(run, same) if resumes else None
     techniques = choose_techniques(run, model)
@@ -292,7 +288,9 @@ def finetune(run):
     if args.check_steps:
         reference = load(run) if run.rank == 0 else None
         often = None if args.long_sequence else 2 if args.gradient_checkpointing else 1
-        checked = check_training(run, model, reference, compute, batches, often)
+        checked = check_training(
+            run, model, reference, compute, batches, often, each_alone(run, model)
+        )
         del reference
 
     optimizer = make_optimizer(run, model)
@@ -312,13 +310,13 @@ def finetune(run):
         same_bits = run.device.type == "cpu" or args.deterministic
         bound = 0.0 if same_bits else 2**-7 * first.abs().max().item()
         run.check("losses of the training, as checked", [(first, checked)], bound)
-    run.say(f"loss {losses[0]:.4f} -> {losses[-1]:.4f} in {len(losses)} steps")
+    run.print0(f"loss {losses[0]:.4f} -> {losses[-1]:.4f} in {len(losses)} steps")
     if seconds:
         median = statistics.median(seconds)
         beyond = [peak - before for peak, before in zip(peaks, idle, strict=True)]
         peak, beyond = (", ".join(f"{x / 2**20:.0f}" for x in sizes) for sizes in (peaks, beyond))
-        run.say(f"median step {median:.3f} s, {args.batch_size * length / median:.0f} positions/s; "
-                f"peak memory, MiB, of each rank: {peak}; beyond the model: {beyond}")  # fmt: skip
+        pace = f"median step {median:.3f} s, {args.batch_size * length / median:.0f} positions/s"
+        run.print0(f"{pace}; peak memory, MiB, of each rank: {peak}; beyond the model: {beyond}")
     run.results |= {"losses": losses, "sha256": digest, "step_s": seconds,
                     "idle_memory_bytes": idle, "peak_memory_bytes": peaks}  # fmt: skip
     if args.output_dir:

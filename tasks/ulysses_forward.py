@@ -1,12 +1,12 @@
 """Task 4: a Llama whose sequence is split over the ranks, after DeepSpeed-Ulysses.
 
-Every rank has all weights and a share of the tokens. All of a Llama treats tokens one by one, but
-for attention, which treats heads one by one. So two all-to-alls around attention turn shares of the
-tokens into shares of the heads and back:
+Every rank has all weights and a share of the tokens. Every part of a Llama except attention works
+on each token alone; attention works on each head alone. So two all-to-alls around attention turn
+shares of the tokens into shares of the heads and back:
 
     ids (B, S) -> this rank's S/P tokens -> embedding (B, S/P, H)
     layer:  norm -> q, k, v of all heads (B, S/P, N + 2K, D) -> RoPE, with the tokens' own positions
-            -> all-to-all -> (B, S, (N + 2K)/P, D): all tokens, few heads (K at least P)
+            -> all-to-all -> (B, S, (N + 2K)/P, D): all tokens, few heads
             -> causal attention -> (B, S, N/P, D)
             -> all-to-all -> (B, S/P, N, D) -> o_proj -> + -> norm -> MLP -> +
     -> norm -> LM head -> logits of this rank's tokens (B, S/P, V)
@@ -34,23 +34,14 @@ from torch.autograd.function import once_differentiable
 from transformers import LlamaForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from utils import (
-    UserError,
-    add_model_flags,
-    all_reduce_,
-    bytes_sent,
-    check_continuation,
-    check_ids,
-    gather_shares,
-    hf_generate,
-    make_parser,
-    next_tokens,
-    share,
-    share_heads,
-    show_model,
-    start,
-    sum_over_ranks,
-)
+from utils.collectives import gather_shares, sum_gradients, sum_over_ranks
+from utils.errors import UserError
+from utils.flags import add_model_flags, make_parser
+from utils.generation import check_continuation, hf_generate
+from utils.job import start
+from utils.model_checks import show_model
+from utils.shards import check_ids, next_tokens, shard_heads, shard_range
+from utils.traffic import bytes_sent
 
 # ---------------------------------------------------------------- the technique
 
@@ -99,7 +90,7 @@ def ulysses_attention(module, query, key, value, attention_mask, **kwargs):
     ranks, rank = range(group.size()), group.rank()
     B, _, mine, D = query.shape
     S = attention_mask.shape[-1]
-    tokens = [stop - first for first, stop in (share(S, len(ranks), r) for r in ranks)]
+    tokens = [stop - first for first, stop in (shard_range(S, len(ranks), r) for r in ranks)]
     queries = [stop - first for (first, stop), _ in heads]
     keys = [stop - first for _, (first, stop) in heads]
     n, k = queries[rank], keys[rank]
@@ -175,7 +166,7 @@ class SequenceParallelLlama(LlamaForCausalLM):
             targets = next_tokens(labels, ids.shape[:2], self.config.vocab_size)
         rank, ranks, S = self.group.rank(), self.group.size(), ids.shape[1]
         length = max(S, ranks)  # each rank needs a token; what is added on the right, nobody sees
-        first, stop = share(length, ranks, rank)
+        first, stop = shard_range(length, ranks, rank)
 
         def mine(x, value=0):
             if x is None:
@@ -229,7 +220,7 @@ def sequence_parallelize(model, group):
 
     Those who have a rank's tokens only use `model.model(inputs_embeds=..., position_ids=...,
     attention_mask=sequence_mask(S))` for this rank's hidden states, (B, S/P, H); tokens are dealt
-    out by `share(S, P, rank)`.
+    out by `shard_range(S, P, rank)`.
 
     Works on a model without memory (device meta) too. Raises UserError for more ranks than query
     heads, and for RoPE that depends on the length of the sequence. Whole KV groups are dealt out,
@@ -242,7 +233,7 @@ def sequence_parallelize(model, group):
             f"RoPE {rope['rope_type']} depends on the sequence's length, which no rank sees"
         )
     N, K = config.num_attention_heads, config.num_key_value_heads
-    heads = [share_heads(N, K, len(ranks), rank)[:2] for rank in ranks]
+    heads = [shard_heads(N, K, len(ranks), rank)[:2] for rank in ranks]
     (first, stop), (first_key, stop_key) = heads[group.rank()]
     ALL_ATTENTION_FUNCTIONS["ulysses"] = ulysses_attention
     config._attn_implementation = "ulysses"
@@ -257,27 +248,6 @@ def sequence_parallelize(model, group):
     return model
 
 
-def sum_gradients(tensors, group, bucket_bytes=2**25):
-    """The one sum over ranks that Ulysses needs: of the gradients of all that is replicated.
-
-    All ranks must have gradients for the same tensors. In place; once, after the last backward
-    before the optimizer. Small ones travel together, up to `bucket_bytes`: few messages, and little
-    copied.
-    """
-    bucket = []
-    for grad in [*(t.grad for t in tensors if t.grad is not None), None]:
-        full = grad is None or sum(g.nbytes for g in bucket) + grad.nbytes > bucket_bytes
-        if bucket and (full or grad.dtype != bucket[0].dtype):
-            alone = len(bucket) == 1 and bucket[0].is_contiguous()
-            flat = bucket[0] if alone else torch.cat([g.flatten() for g in bucket])
-            all_reduce_(flat, group)
-            if not alone:
-                for g, piece in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
-                    g.copy_(piece.view_as(g))
-            bucket = []
-        bucket.append(grad)
-
-
 # ---------------------------------------------------------------- what is shown with it
 
 
@@ -287,9 +257,9 @@ def formula(config, S, B, ranks, element):
     For sizes that divide: (P-1)/P (T/P) e D (2N + 2 max(K, P)), with T = B S tokens of e bytes.
     """
     N, K, D = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-    heads = [share_heads(N, K, ranks, r)[:2] for r in range(ranks)]
+    heads = [shard_heads(N, K, ranks, r)[:2] for r in range(ranks)]
     queries, keys = ([stop - first for first, stop in kind] for kind in zip(*heads, strict=True))
-    tokens = [stop - first for first, stop in (share(S, ranks, r) for r in range(ranks))]
+    tokens = [stop - first for first, stop in (shard_range(S, ranks, r) for r in range(ranks))]
     pairs = [(a, b) for a in range(ranks) for b in range(ranks) if a != b]
     sent = sum(tokens[a] * (queries[b] + 2 * keys[b]) + tokens[b] * queries[a] for a, b in pairs)
     return sent * B * D * element / ranks
@@ -298,7 +268,7 @@ def formula(config, S, B, ranks, element):
 def check_hidden_states(run, batch, parallel, references):
     """After every layer: this rank's tokens and no others, as the single-rank run has them."""
     ids, mask, _ = batch
-    first, stop = share(ids.shape[1], run.world_size, run.rank)
+    first, stop = shard_range(ids.shape[1], run.world_size, run.rank)
     real = mask[:, first:stop, None]  # what padding computes is nobody's business
 
     @torch.no_grad()
@@ -318,7 +288,7 @@ def check_hidden_states(run, batch, parallel, references):
 def show_bytes(run, parallel, ids):
     """Print the bytes on the wire of a layer's forward and backward, beside the formula."""
     config, (B, S) = run.source.config, ids.shape
-    first, stop = share(S, run.world_size, run.rank)
+    first, stop = shard_range(S, run.world_size, run.rank)
     positions = torch.arange(first, stop, device=ids.device)[None]
     inputs = ids[:, first:stop], sequence_mask(S, device=ids.device), positions
     hidden = None
@@ -332,7 +302,7 @@ def show_bytes(run, parallel, ids):
     sent = torch.tensor([counted / layers for counted, _ in both], dtype=torch.float64)
     expected = formula(config, S, B, run.world_size, run.dtype.itemsize)
     said = " and ".join(f"{n:,.0f}" for n in sent)
-    run.say(
+    run.print0(
         f"bytes sent per rank and layer, forward and backward: {said}; formula {expected:,.0f} each"
     )
     run.results |= {"sent_bytes": sent.tolist(), "formula_bytes": expected,

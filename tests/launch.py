@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import runpy
+import shutil
 import signal
 import socket
 import subprocess
@@ -91,7 +92,7 @@ def run(command, timeout=120, env=None, cwd=ROOT):
     except subprocess.TimeoutExpired:
         for member in processes(job):
             if member.pid != process.pid:
-                member.send_signal(signal.SIGUSR1)  # utils.start: faulthandler prints the stacks
+                member.send_signal(signal.SIGUSR1)  # job.start: faulthandler prints the stacks
         time.sleep(2)
         for member in processes(job):
             member.kill()
@@ -118,6 +119,13 @@ def command(script, *args, nproc, restarts=0):
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     words += ["--max-restarts", restarts, "--nproc_per_node", nproc, path, *args]
     return list(map(str, words))
+
+
+def copy_tasks(folder):
+    """All of tasks/, but for the model, which is linked."""
+    ignored = shutil.ignore_patterns("__pycache__", "tiny_llama")
+    shutil.copytree(TASKS, folder, ignore=ignored, dirs_exist_ok=True)
+    (folder / "tiny_llama").symlink_to(TASKS / "tiny_llama")
 
 
 def torchrun(script, *args, nproc, restarts=0, **kwargs):

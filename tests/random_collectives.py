@@ -14,10 +14,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 
-sys.path.append(str(Path(__file__).resolve().parent.parent / "tasks"))
-import shared_group
-import shared_memory
-from shared_group import NAME
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tasks"))
+from utils import shared_group, shared_memory
+from utils.shared_group import NAME
 
 SLOT = shared_memory.SLOT = shared_group.SLOT = 2**18  # smaller, so that more are in pieces
 

@@ -10,7 +10,8 @@ from safetensors.torch import load_file, save_file
 
 import launch
 from conftest import make_llama
-from loading import Source, UserError, download
+from utils.errors import UserError
+from utils.models import Source, download
 
 
 def change_config(directory, **changes):
@@ -219,9 +220,7 @@ def test_no_pad_token(tmp_path):
 
 def test_plan_names_no_module(tmp_path):
     """A plan that does not fit is refused; parallelize_module would go on without that entry."""
-    for path in launch.TASKS.glob("*.py"):
-        shutil.copy(path, tmp_path)
-    (tmp_path / "tiny_llama").symlink_to(launch.TASKS / "tiny_llama")
+    launch.copy_tasks(tmp_path)
     file = tmp_path / "dtensor_llama.py"
     file.write_text(file.read_text().replace("mlp.up_proj", "mlp.up_projection"))
     result = launch.ranks(file, nproc=2, folder=tmp_path)
@@ -246,7 +245,7 @@ def test_no_such_rank(tmp_path):
 
 def test_closed_directory(monkeypatch):
     """What the system refuses is one line, too. (Tests may run as root, whom nothing stops.)"""
-    from utils import Run
+    from utils.job import Run
 
     def closed():
         raise PermissionError(13, "Permission denied", "/home/x/llama")

@@ -23,11 +23,11 @@ import torch
 import torch.distributed as dist
 
 import launch
-import watching
 from conftest import make_llama
 from test_bad_input import DAMAGE, change_tensors
 from test_planted_bugs import plant
 from test_tasks import QUICK
+from utils import watchdog
 
 PARTS = [launch.ROOT / name for name in ("README.md", "tasks", "figures")]
 FIRST = "tp_llama"  # where one script must stand for all, to save time
@@ -146,7 +146,7 @@ def test_fewer_words_than_ranks(script, words, tmp_path):
     model = make_llama(tmp_path / "model", vocab_size=words, pad_token_id=None)
     file = launch.TASKS / f"{script}.py"
     result = launch.ranks(file, "--model", model, nproc=4, folder=tmp_path)
-    result.assert_refused(f"4 ranks share {words} words", 20)
+    result.assert_refused(f"4 ranks share {words} tokens", 20)
 
 
 def test_pickles_are_not_opened(odd_llama, tmp_path):
@@ -276,8 +276,8 @@ def test_one_does_not_start(tmp_path):
     """A rank hangs before there are collectives; the others say which one it is."""
     joined = "        store, rank = join_store()\n"
     hang = "        __import__('time').sleep(60 * rank)\n"
-    plant(tmp_path, "utils.py", joined, joined + hang)
-    file = tmp_path / "starting.py"
+    plant(tmp_path, "job.py", joined, joined + hang)
+    file = tmp_path / "utils" / "environment.py"
     file.write_text(file.read_text().replace("START_S = 120", "START_S = 3"))
     args = ["--timeout", 3]
     result = launch.ranks(tmp_path / f"{FIRST}.py", *args, nproc=2, folder=tmp_path)
@@ -289,7 +289,7 @@ def test_download_takes_long(tmp_path):
     """--timeout is not for it; the other ranks wait."""
     begin = "    from huggingface_hub import HfApi, snapshot_download\n"
     slow = "    __import__('time').sleep(0 if offline else 8)\n    return TINY\n"
-    plant(tmp_path, "loading.py", begin, slow + begin)
+    plant(tmp_path, "models.py", begin, slow + begin)
     args = ["--model", "some/llama", "--timeout", 4, *QUICK[FIRST]]
     result = launch.ranks(tmp_path / f"{FIRST}.py", *args, nproc=2, folder=tmp_path)
     assert result.code == 0 and result.seconds > 8, result.tail()
@@ -413,7 +413,7 @@ def test_gpu_that_cannot_be_used(tmp_path):
     """That all runs on the CPU is said, and why."""
     gpu = tmp_path / "nvidia0"
     gpu.touch()
-    plant(tmp_path, "starting.py", '"/dev/nvidia[0-9]*"', repr(str(gpu)))
+    plant(tmp_path, "environment.py", '"/dev/nvidia[0-9]*"', repr(str(gpu)))
     args, env = ["--hidden-size", 8, "--intermediate-size", 8], {"CUDA_VISIBLE_DEVICES": "0"}
     file = tmp_path / "tp_mlp.py"
     result = launch.ranks(file, *args, nproc=2, folder=tmp_path, env=env)
@@ -456,7 +456,7 @@ ENDED = [
 
 @pytest.mark.parametrize(("error", "ended"), ENDED, ids=lambda x: repr(x)[-40:])
 def test_what_is_said_of_a_rank(error, ended):
-    assert watching.speaks_of_an_end(error) == ended
+    assert watchdog.speaks_of_an_end(error) == ended
 
 
 def test_a_bug_is_no_lack_of_memory(tmp_path):
@@ -538,7 +538,7 @@ def test_two_jobs_at_once(tmp_path):
 
 def test_other_versions(tmp_path):
     """Libraries older or newer than tested: said in one line, and the run goes on."""
-    plant(tmp_path, "starting.py", '("4.48.3", "5.23.0")', '("1.0", "2.0")')
+    plant(tmp_path, "environment.py", '("4.48.3", "5.23.0")', '("1.0", "2.0")')
     args = QUICK["tp_mlp"]
     result = launch.ranks(tmp_path / "tp_mlp.py", *args, nproc=2, folder=tmp_path)
     assert result.code == 0 and result.out.count("tested with 1.0 to 2.0") == 1, result.tail()

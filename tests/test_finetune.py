@@ -17,11 +17,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import checkpoint
-import data
 import launch
-from loading import TINY, UserError
+import utils.text
 from test_planted_bugs import plant
+from utils import checkpoint
+from utils.errors import UserError
+from utils.models import TINY
 
 SCRIPT = launch.TASKS / "ulysses_finetune.py"
 
@@ -101,7 +102,7 @@ def test_plain_peft_opens_what_was_saved(peft, tmp_path):
     saved = load_file(next(out.glob("*/*model.safetensors")))
     pairs = zip(sorted(kept.items()), sorted(saved.items()), strict=True)
     assert all(torch.equal(ours, theirs) for (_, ours), (_, theirs) in pairs)
-    text = data.own_text(128, 1337)[1]
+    text = utils.text.own_text(128, 1337)[1]
     from transformers import PreTrainedTokenizerFast
 
     ids = PreTrainedTokenizerFast.from_pretrained(TINY)(text)["input_ids"][:128]
@@ -299,7 +300,7 @@ def test_damaged_checkpoints_of_later_steps(trained, tmp_path):
 def test_result_cannot_be_saved(tmp_path):
     """One line, on all ranks; the checkpoint is there to resume from."""
     right = "        swap(part, final)\n    print"
-    plant(tmp_path, "finetuning.py", right, "        raise OSError(28, 'No space')\n    print")
+    plant(tmp_path, "finetune.py", right, "        raise OSError(28, 'No space')\n    print")
     out = tmp_path / "out"
     script = tmp_path / "ulysses_finetune.py"
     result, _ = finetune(tmp_path, "--output-dir", out, nproc=2, script=script)
@@ -494,11 +495,11 @@ def test_text_as_files_have_it():
     book = "*** START OF THE PROJECT GUTENBERG EBOOK ULYSSES ***\n" + clean
     book = f"Licence\n{book}\n*** END OF THE PROJECT GUTENBERG EBOOK ULYSSES ***\nmore licence"
     for text in (clean, "\ufeff" + clean, clean.replace("\n", "\r\n"), clean + "\0", book):
-        assert data.decode(text.encode(), "x") == clean
+        assert utils.text.decode(text.encode(), "x") == clean
     with pytest.raises(UserError, match="not UTF-8: byte 0xe9 at offset 3"):
-        data.decode("caf\xe9 noir".encode("latin-1"), "x")
+        utils.text.decode("caf\xe9 noir".encode("latin-1"), "x")
     with pytest.raises(UserError, match="UTF-16"):
-        data.decode("text".encode("utf-16"), "x")
+        utils.text.decode("text".encode("utf-16"), "x")
 
 
 @pytest.mark.stress
@@ -526,12 +527,12 @@ def test_fetched_once(tmp_path, monkeypatch):
             raise OSError("no network")
         return open(served, "rb")
 
-    monkeypatch.setattr(data.urllib.request, "urlopen", urlopen)
+    monkeypatch.setattr(utils.text.urllib.request, "urlopen", urlopen)
     source = SimpleNamespace(directory=tmp_path, name="mine")  # not the tiny model's
     for _ in range(2):
-        assert data.find_text("http://x/book.txt", source, 5, 0)[1].startswith("a book")
+        assert utils.text.find_text("http://x/book.txt", source, 5, 0)[1].startswith("a book")
     assert urls == ["http://x/book.txt"]
-    name, text = data.find_text(None, source, 5, 0)
-    assert "out of reach" in name and len(text) >= 100_000 and urls[1] == data.ULYSSES
+    name, text = utils.text.find_text(None, source, 5, 0)
+    assert "out of reach" in name and len(text) >= 100_000 and urls[1] == utils.text.ULYSSES
     with pytest.raises(UserError, match="not fetched"):
-        data.find_text("http://x/other.txt", source, 5, 0)
+        utils.text.find_text("http://x/other.txt", source, 5, 0)

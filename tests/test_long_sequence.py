@@ -17,10 +17,10 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import launch
-import saved_outputs
-from float64 import compute_in_float64
-from long_sequence import Techniques, plan_rounds, possible, sequence_loss
-from training_checks import ALONE
+from memory import saved_outputs
+from memory.finetune import ALONE
+from memory.long_sequence import Techniques, plan_rounds, possible, sequence_loss
+from utils.float64 import compute_in_float64
 
 SCRIPT = launch.TASKS / "ulysses_finetune.py"
 

@@ -16,21 +16,20 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import launch
-import measuring
-import starting
 import tp_attention
 from conftest import make_llama
-from loading import LLAMA3_ROPE, PRESETS, TINY, Source
-from sharding import share, share_heads
+from utils import environment, measure
+from utils.models import LLAMA3_ROPE, PRESETS, TINY, Source
+from utils.shards import shard_heads, shard_range
 
 CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("items", [1, 7, 8, 53])
-def test_share(items):
+def test_shard_range(items):
     """Shares lie end to end and differ by one at most."""
     for parts in range(1, 10):
-        shares = [share(items, parts, index) for index in range(parts)]
+        shares = [shard_range(items, parts, index) for index in range(parts)]
         assert shares[0][0] == 0 and shares[-1][1] == items
         assert all(a[1] == b[0] for a, b in itertools.pairwise(shares))
         sizes = {stop - start for start, stop in shares}
@@ -38,22 +37,22 @@ def test_share(items):
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(8, 8), (8, 4), (32, 8), (6, 3), (12, 3), (4, 1)])
-def test_share_heads(heads, kv_heads):
+def test_shard_heads(heads, kv_heads):
     """Every query head is owned once, beside its own KV head, in groups of equal size."""
     group = heads // kv_heads
     for ranks in range(1, heads + 1):
         owned = []
         for rank in range(ranks):
-            queries, keys, holders = share_heads(heads, kv_heads, ranks, rank)
+            queries, keys, holders = shard_heads(heads, kv_heads, ranks, rank)
             mine = range(*queries)
             assert mine and {head // group for head in mine} == set(range(*keys))
             assert len(mine) % (keys[1] - keys[0]) == 0
-            same = [r for r in range(ranks) if share_heads(heads, kv_heads, ranks, r)[1] == keys]
+            same = [r for r in range(ranks) if shard_heads(heads, kv_heads, ranks, r)[1] == keys]
             assert list(range(*holders)) == same
             owned += mine
         assert owned == list(range(heads))
     with pytest.raises(ValueError, match=f"use 1 to {heads} ranks, not {heads + 1}"):
-        share_heads(heads, kv_heads, heads + 1, 0)
+        shard_heads(heads, kv_heads, heads + 1, 0)
 
 
 ROPE = {
@@ -167,15 +166,15 @@ def test_fewer_gpus_than_ranks(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setattr(os, "_exit", sys.exit)
-    device, notice = starting.choose_device("auto")
+    device, notice = environment.choose_device("auto")
     assert device.type == "cpu" and "2 ranks but 1 GPU(s)" in notice
     with pytest.raises(SystemExit, match="2"):
-        starting.choose_device("cuda")
+        environment.choose_device("cuda")
     assert "error: --device cuda: 2 ranks but 1 GPU(s)" in capsys.readouterr().err
     # One that its driver does not make usable.
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    assert starting.choose_device("auto") == (CPU, None)
+    assert environment.choose_device("auto") == (CPU, None)
 
 
 SHORT_OF_MEMORY = [
@@ -200,14 +199,14 @@ OTHER_ERRORS = [
     RuntimeError("PYTORCH_ALLOC_CONF: unrecognized option"),
     RuntimeError("could not create a primitive descriptor for the matmul primitive"),
     RuntimeError("could not get an engine from a memory object"),
-    "error: rank 1 ended, and did not come to what rank 0 waited for at utils.py:1 (allocate)",
+    "error: rank 1 ended, and did not come to what rank 0 waited for at job.py:1 (allocate)",
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("error", [*SHORT_OF_MEMORY, *OTHER_ERRORS], ids=lambda e: repr(e)[-50:])
 def test_is_for_memory(error):
     """Exact types and the allocators' own sentences; not a bug whose message speaks of storage."""
-    assert measuring.is_for_memory(error) == (error in SHORT_OF_MEMORY)
+    assert measure.is_for_memory(error) == (error in SHORT_OF_MEMORY)
 
 
 def test_what_a_real_allocator_says():
@@ -215,7 +214,7 @@ def test_what_a_real_allocator_says():
     for size, short in ((2**58, True), (2**62, True), ((2**62, 4), True), (None, False)):
         with pytest.raises((RuntimeError, MemoryError)) as caught:
             torch.empty(size) if size else torch.empty(2).as_strided((3,), (1,))
-        assert measuring.is_for_memory(caught.value) == short, caught.value
+        assert measure.is_for_memory(caught.value) == short, caught.value
 
 
 class MallocInfo(ctypes.Structure):
@@ -243,9 +242,9 @@ def test_settings_are_put_back():
     """What is set for a measurement does not outlive it, also when that ends in an exception."""
     threads = torch.get_num_threads()
     for setting in (
-        measuring.kept_memory(),
-        measuring.num_threads(threads + 1),
-        measuring.limited_memory(CPU, 2**28),
+        measure.kept_memory(),
+        measure.num_threads(threads + 1),
+        measure.limited_memory(CPU, 2**28),
     ):
         with pytest.raises(KeyError), setting:
             raise KeyError
@@ -260,10 +259,10 @@ def test_timed_turns(repeats, limit, turns, monkeypatch):
     alone = SimpleNamespace(
         barrier=lambda: None, all_reduce=lambda *_, **__: None, ReduceOp=torch.distributed.ReduceOp
     )
-    monkeypatch.setattr(measuring, "dist", alone)
-    monkeypatch.setattr(measuring, "LIMIT_S", limit)
+    monkeypatch.setattr(measure, "dist", alone)
+    monkeypatch.setattr(measure, "LIMIT_S", limit)
     run = SimpleNamespace(device=CPU, synchronize=lambda: None)
-    seconds = measuring.interleave(run, {"one": lambda: iter(["step"])}, repeats)
+    seconds = measure.interleave(run, {"one": lambda: iter(["step"])}, repeats)
     assert len(seconds["one"]["step"]) == turns
 
 
@@ -286,6 +285,7 @@ def test_requirements():
         if isinstance(node, ast.ImportFrom):
             imported.add(node.module.split(".")[0])
     imported -= sys.stdlib_module_names | {file.stem for file in files}
+    imported -= {file.parent.name for file in files if file.stem == "__init__"}
     imported.discard("gguf")  # smollm2.py fetches it where it is needed
     assert {"torch", "psutil"} <= imported <= declared, imported - declared
 

@@ -1,7 +1,6 @@
 """Every check in the scripts can fail: a copy with one wrong line must exit non-zero and say so."""
 
 import re
-import shutil
 
 import pytest
 
@@ -18,13 +17,12 @@ SMALL = ["--hidden-size", 48, "--intermediate-size", 100]  # of tp_mlp's block, 
 
 
 def plant(folder, file, old, new, count=1):
-    """A copy of tasks/ in which one place of one file reads differently."""
-    for path in launch.TASKS.glob("*.py"):
-        shutil.copy(path, folder)
-    (folder / "tiny_llama").symlink_to(launch.TASKS / "tiny_llama")
-    text = (folder / file).read_text()
+    """A copy of tasks/ in which one place of one file, wherever that is, reads differently."""
+    launch.copy_tasks(folder)
+    (path,) = [path for path in folder.rglob(file) if not path.is_symlink()]
+    text = path.read_text()
     assert text.count(old) == count, f"{file} has {text.count(old)} times {old!r}"
-    (folder / file).write_text(text.replace(old, new))
+    path.write_text(text.replace(old, new))
 
 
 def refused(folder, script, nproc, args, check):
@@ -72,25 +70,25 @@ def test_shifted_slice(script, position, tmp_path, odd_llama):
 BUGS = {
     # name: (script, ranks, file, right, wrong, the check that sees it)
     "f sums nothing": (
-        "tp_mlp", 2, "sharding.py", "return all_reduce(grad, ctx.group), None", "return grad, None",
-        "input grad",
+        "tp_mlp", 2, "collectives.py", "return all_reduce(grad, ctx.group), None",
+        "return grad, None", "input grad",
     ),
     "g sums nothing": (
-        "tp_mlp", 2, "sharding.py", "return all_reduce(x, group)", "return x.clone()", "output",
+        "tp_mlp", 2, "collectives.py", "return all_reduce(x, group)", "return x.clone()", "output",
     ),
     "g sums the gradient once more": (
-        "tp_mlp", 3, "sharding.py", "return grad, None", "return grad * 3, None", "input grad",
+        "tp_mlp", 3, "collectives.py", "return grad, None", "return grad * 3, None", "input grad",
     ),
     "one rank is off": (
-        "tp_mlp", 3, "sharding.py", "return all_reduce(x, group)",
+        "tp_mlp", 3, "collectives.py", "return all_reduce(x, group)",
         "return all_reduce(x, group) * (1 + (group.rank() == 2))", r"output$",
     ),
     "ranks differ in the last bit": (
-        "tp_mlp", 2, "sharding.py", "return all_reduce(x, group)",
+        "tp_mlp", 2, "collectives.py", "return all_reduce(x, group)",
         "return all_reduce(x, group) * (1 + 2e-7 * group.rank())", "same bits on all ranks",
     ),
     "output is not a number": (
-        "tp_mlp", 2, "sharding.py", "return all_reduce(x, group)",
+        "tp_mlp", 2, "collectives.py", "return all_reduce(x, group)",
         "return all_reduce(x, group) * float('nan')", "output",
     ),
     "gradient has another factor": (
@@ -120,7 +118,7 @@ BUGS = {
         "self.mlp(self.norm(x)), 0.0)", "something is dropped|forwards",
     ),
     "one rank does it all": (
-        "tp_mlp", 2, "sharding.py", "    start = index * (items // parts)",
+        "tp_mlp", 2, "shards.py", "    start = index * (items // parts)",
         "    return (0, items) if index == 0 else (items, items)\n"
         "    start = index * (items // parts)", "none whole",
     ),
@@ -139,7 +137,7 @@ BUGS = {
         "tp_attention", 2, "tp_attention.py", "if rank != 0:", "if False:", "output",
     ),
     "query heads look at others' keys": (
-        "tp_attention", 3, "sharding.py", "(first * group_size, last * group_size), (first, last)",
+        "tp_attention", 3, "shards.py", "(first * group_size, last * group_size), (first, last)",
         "(first * group_size, last * group_size), (0, last - first)", "nothing left out",
     ),
     "shared KV heads do not add their gradients": (
@@ -147,7 +145,7 @@ BUGS = {
         "k_proj.weight grad",
     ),
     "wrong holders of a shared KV head": (
-        "tp_attention", 4, "sharding.py", "start, stop = group * group_size + start",
+        "tp_attention", 4, "shards.py", "start, stop = group * group_size + start",
         "start, stop = group * group_size + start * 0", "output",
     ),
     "attention's mask is dropped everywhere": (
@@ -166,7 +164,7 @@ BUGS = {
         "none whole",
     ),
     "nothing is split": (
-        "tp_llama", 2, "loading.py", "        if parallelize:", "        if False:", "none whole",
+        "tp_llama", 2, "models.py", "        if parallelize:", "        if False:", "none whole",
     ),
     "no f in the model": (
         "tp_llama", 2, "tp_llama.py", "tuple(copy_to_ranks(x, group) for x in args)", "args",
@@ -222,15 +220,15 @@ BUGS = {
         "ignore_index).roll(-1, 1).flatten()", "loss",
     ),
     "gathered logits in the wrong order": (
-        "tp_llama", 2, "sharding.py", "pieces = zip(all_gather(padded, group), shares",
+        "tp_llama", 2, "collectives.py", "pieces = zip(all_gather(padded, group), shares",
         "pieces = zip(all_gather(padded, group).flip(0), shares", "logits",
     ),
     "gathered logits' gradient from the wrong place": (
-        "tp_llama", 2, "sharding.py", "grad.narrow(ctx.dim, ctx.start, ctx.length)",
+        "tp_llama", 2, "collectives.py", "grad.narrow(ctx.dim, ctx.start, ctx.length)",
         "grad.narrow(ctx.dim, ctx.start, ctx.length).roll(1, ctx.dim)", "grad",
     ),
     "tokens chosen from the position before": (
-        "tp_llama", 2, "model_checks.py", "token = model(ids, use_cache=False).logits[:, -1:]",
+        "tp_llama", 2, "generation.py", "token = model(ids, use_cache=False).logits[:, -1:]",
         "token = model(ids, use_cache=False).logits[:, -1 - bool(model._forward_hooks) :][:, :1]",
         "generated tokens",
     ),
@@ -285,7 +283,7 @@ BUGS = {
         "dtensor_llama", 2, "model_checks.py", "lr = 0.5 /", "lr = 0.005 /", "last loss",
     ),
     "another MLP is dealt out": (
-        "dtensor_llama", 2, "comparing.py", "start, stop - start).clone()",
+        "dtensor_llama", 2, "checks.py", "start, stop - start).clone()",
         "start, stop - start).clone() * 1.01", "MLP weights",
     ),
     "a rank's best token wins everywhere": (
@@ -353,11 +351,11 @@ BUGS = {
         "length, self.group)", "generated tokens",
     ),
     "no sum of gradients": (
-        "ulysses_forward", 2, "ulysses_forward.py", "all_reduce_(flat, group)",
+        "ulysses_forward", 2, "collectives.py", "all_reduce_(flat, group)",
         "pass", "grad",
     ),
     "gradients are averaged": (
-        "ulysses_forward", 3, "ulysses_forward.py", "all_reduce_(flat, group)",
+        "ulysses_forward", 3, "collectives.py", "all_reduce_(flat, group)",
         "all_reduce_(flat.div_(group.size()), group)", "grad",
     ),
     "the split sequence's labels are shifted twice": (
@@ -396,7 +394,7 @@ BUGS = {
         "count = (targets[:, first:stop] != -100).sum() * group.size()", "losses",
     ),
     "the adapter's gradients are averaged": (
-        "ulysses_finetune", 3, "ulysses_forward.py", "all_reduce_(flat, group)",
+        "ulysses_finetune", 3, "collectives.py", "all_reduce_(flat, group)",
         "all_reduce_(flat.div_(group.size()), group)", "grad",
     ),
     "another learning rate": (
@@ -405,7 +403,7 @@ BUGS = {
         " / 100)", "losses|after a step",
     ),
     "the adapter's replicas begin differently": (
-        "ulysses_finetune", 2, "finetuning.py", "torch.manual_seed(args.seed)",
+        "ulysses_finetune", 2, "finetune.py", "torch.manual_seed(args.seed)",
         "torch.manual_seed(args.seed + run.rank)", "hash of what is trained, before",
     ),
     "the adapter's replicas part": (
@@ -423,7 +421,7 @@ BUGS = {
         "parameter.copy_(values[name])", "pass", "losses of the training, as checked",
     ),
     "nothing is recomputed, in eval mode": (
-        "ulysses_finetune --gradient-checkpointing", 2, "finetuning.py",
+        "ulysses_finetune --gradient-checkpointing", 2, "finetune.py",
         "return model.train()", "return model.eval()", "forwards of a layer",
     ),
     "a token without label has a loss": (
@@ -492,11 +490,11 @@ BUGS = {
         "saved outputs alone: gradients",
     ),
     "attention's ranks differ in the last bit": (
-        "tp_attention", 2, "sharding.py", "return all_reduce(x, group)",
+        "tp_attention", 2, "collectives.py", "return all_reduce(x, group)",
         "return all_reduce(x, group) * (1 + 2e-7 * group.rank())", "same bits on all ranks",
     ),
     "ranks' logits differ in the last bit": (
-        "tp_llama", 2, "sharding.py", "pieces = zip(all_gather(padded, group), shares",
+        "tp_llama", 2, "collectives.py", "pieces = zip(all_gather(padded, group), shares",
         "pieces = zip(all_gather(padded, group) * (1 + 2e-7 * group.rank()), shares",
         "logits, same bits on all ranks",
     ),
@@ -533,8 +531,8 @@ BUGS = {
     ),
     "in bfloat16 an MLP unit is left out": (
         "tp_llama --dtype bfloat16 --model tiny --batch-size 1", 3, "tp_llama.py",
-        "    units = share(model.config.intermediate_size, ranks, rank)\n",
-        "    units = share(model.config.intermediate_size, ranks, rank)\n"
+        "    units = shard_range(model.config.intermediate_size, ranks, rank)\n",
+        "    units = shard_range(model.config.intermediate_size, ranks, rank)\n"
         "    units = units[0], units[1] - (rank == 0)\n", "nothing left out",
     ),
     "a row at a shard's edge is another's": (  # which no token of the text has
@@ -566,13 +564,13 @@ BUGS = {
         " betas=(0.9, 0.999 - 1e-4 * ('Sequence' in str(type(base_of(model)))))", "after a step",
     ),
     "ranks' norms learn differently": (
-        "tp_llama", 2, "sharding.py", "return all_reduce(grad, ctx.group), None",
+        "tp_llama", 2, "collectives.py", "return all_reduce(grad, ctx.group), None",
         "return all_reduce(grad, ctx.group) * (1 + 2e-7 * ctx.group.rank()), None",
         "norm grads, same bits on all ranks",
     ),
     "the demo's MLP is given something else": (
-        "dtensor_llama", 2, "dtensor_llama.py", "results = zip(step(block, x), expected",
-        "results = zip(step(block, x + 0.01), expected", "MLP outputs",
+        "dtensor_llama", 2, "dtensor_llama.py", "results = zip(block_step(block, x), expected",
+        "results = zip(block_step(block, x + 0.01), expected", "MLP outputs",
     ),
     "the demo's gradient is taken for a part": (
         "dtensor_llama", 2, "dtensor_llama.py", "SUM = Local(ROWS, grad=Replicate())",
@@ -583,12 +581,12 @@ BUGS = {
         "        torch.randn(1)\n        x = torch.randn(1, config.hidden_size", "golden",
     ),
     "under DTensor .generate avoids repetition": (
-        "dtensor_llama", 2, "model_checks.py", "max_new_tokens=new_tokens, do_sample",
+        "dtensor_llama", 2, "generation.py", "max_new_tokens=new_tokens, do_sample",
         "repetition_penalty=9.0 if hasattr(model.lm_head.weight, 'placements') else 1.0, "
         "max_new_tokens=new_tokens, do_sample", "generated tokens by .generate",
     ),
     "on split sequences .generate avoids repetition": (
-        "ulysses_forward --new-tokens 40", 2, "model_checks.py",
+        "ulysses_forward --new-tokens 40", 2, "generation.py",
         "max_new_tokens=new_tokens, do_sample",
         "repetition_penalty=9.0 if hasattr(model, 'group') else 1.0, "
         "max_new_tokens=new_tokens, do_sample", "generated tokens by .generate",
@@ -604,7 +602,7 @@ BUGS = {
         "count, attention_mask=mask * 0 + 1,", "hand-made, cached, by .generate",
     ),
     "in float64 one rank is off": (
-        "tp_mlp --dtype float64", 3, "sharding.py", "return all_reduce(x, group)",
+        "tp_mlp --dtype float64", 3, "collectives.py", "return all_reduce(x, group)",
         "return all_reduce(x, group) * (1 + (group.rank() == 2))",
         r"allclose\(output, reference, atol=1e-6\)",
     ),
@@ -623,27 +621,30 @@ BUGS = {
     ),
     "in float64 the demo's MLP is given something else": (
         "dtensor_llama --dtype float64", 2, "dtensor_llama.py",
-        "results = zip(step(block, x), expected", "results = zip(step(block, x + 1e-4), expected",
+        "results = zip(block_step(block, x), expected",
+        "results = zip(block_step(block, x + 1e-4), expected",
         r"MLP torch.allclose\(output, reference, atol=1e-6\)",
     ),
     "the template's input is another": (
-        "tp_attention", 2, "tp_attention.py", "step(parallel, x, torch.sum",
-        "step(parallel, x + 0.01, torch.sum", r"\.sum\(\) output$",
+        "tp_attention", 2, "tp_attention.py", "attention_step(parallel, x, torch.sum",
+        "attention_step(parallel, x + 0.01, torch.sum", r"\.sum\(\) output$",
     ),
     "the template's gradient is of the mean": (
-        "tp_attention", 2, "tp_attention.py", "step(parallel, x, torch.sum",
-        "step(parallel, x, torch.mean", r"\.sum\(\) input grad$",
+        "tp_attention", 2, "tp_attention.py", "attention_step(parallel, x, torch.sum",
+        "attention_step(parallel, x, torch.mean", r"\.sum\(\) input grad$",
     ),
     "the example's input is another": (
-        "tp_attention --shapes example", 2, "tp_attention.py", "step(parallel, x, *others)",
-        "step(parallel, x + 0.01, *others)", "example output$",
+        "tp_attention --shapes example", 2, "tp_attention.py",
+        "attention_step(parallel, x, *others)",
+        "attention_step(parallel, x + 0.01, *others)", "example output$",
     ),
     "the example's gradient is of the sum": (
-        "tp_attention --shapes example", 2, "tp_attention.py", "step(parallel, x, *others)",
-        "step(parallel, x, torch.sum, *others[1:])", "example input grad$",
+        "tp_attention --shapes example", 2, "tp_attention.py",
+        "attention_step(parallel, x, *others)",
+        "attention_step(parallel, x, torch.sum, *others[1:])", "example input grad$",
     ),
     "the example's ranks differ in the last bit": (
-        "tp_attention --shapes example", 2, "sharding.py", "return all_reduce(x, group)",
+        "tp_attention --shapes example", 2, "collectives.py", "return all_reduce(x, group)",
         "return all_reduce(x, group) * (1 + 2e-7 * group.rank())", "example output, same bits",
     ),
     "a static cache has a stale entry": (

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import launch
-import smollm2
 import test_smollm2
-from comparing import OTHERWISE
-from loading import Source, cache_folder, read_settings
 from test_tasks import QUICK, WHOLE_MODEL, checks
+from utils import smollm2
+from utils.checks import OTHERWISE
+from utils.models import Source, cache_folder, read_settings
 
 pytestmark = pytest.mark.real
 TEXT = "A quick brown fox with a fluffy white coat"

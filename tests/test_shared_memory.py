@@ -55,7 +55,7 @@ import datetime, os, sys, time
 sys.path.insert(0, {tasks!r})
 import torch
 import torch.distributed as dist
-from shared_group import NAME
+from utils.shared_group import NAME
 
 if __name__ == "__main__":
     timeout = datetime.timedelta(seconds=3)
@@ -165,7 +165,7 @@ sys.path.insert(0, {tasks!r})
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-from shared_group import NAME
+from utils.shared_group import NAME
 
 def is_sum(x, group=None):
     dist.all_reduce(x, group=group)
@@ -262,7 +262,7 @@ def test_places(tmp_path, monkeypatch):
     """Where memory cannot be shared the group says so itself, to those who use it alone."""
     import torch.distributed as dist
 
-    import shared_memory
+    from utils import shared_memory
 
     monkeypatch.setattr(shared_memory, "neighbourhood", lambda: "here")
     store = dist.HashStore()
@@ -286,7 +286,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor import DTensor
-import shared_group
+from utils import shared_group
 
 def grads(model):
     found = [p.grad for p in model.parameters()]

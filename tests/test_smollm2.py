@@ -14,8 +14,8 @@ import zipfile
 import pytest
 
 import launch
-import smollm2
-from loading import UserError
+from utils import smollm2
+from utils.errors import UserError
 
 ARGS = ["--model", "smollm2", "--hidden-size", 8, "--intermediate-size", 8]
 
@@ -108,7 +108,7 @@ def test_killed(registry, trusted, cache, converted):
     code = f"""if True:
         import pathlib, sys, time
         sys.path.insert(0, {str(launch.TASKS)!r})
-        import smollm2
+        from utils import smollm2
         smollm2.WHEELS = {smollm2.WHEELS!r}
         def convert(file, reader, model):
             model.mkdir()

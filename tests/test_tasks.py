@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import launch
-from comparing import OTHERWISE
 from conftest import make_llama
 from test_readme import CODE, SHOWN, same
+from utils.checks import OTHERWISE
 
 # Every script there is is run; these flags only keep further runs of some short.
 QUICK = {
@@ -56,13 +56,13 @@ def checks(path, nproc, dtype):
 
 @pytest.mark.parametrize("script", launch.SCRIPTS)
 def test_as_shown(script, tmp_path):
-    """The README's command prints what stands there."""
-    ranks, printed = SHOWN[script]
+    """The README's command prints what stands in figures/outputs."""
+    ranks, flags, printed = SHOWN[script]
     path = tmp_path / "record.json"
-    result = launch.torchrun(script, "--json", path, nproc=int(ranks))
-    passed(result, int(ranks))
+    result = launch.torchrun(script, *flags, "--json", path, nproc=ranks)
+    passed(result, ranks)
     same(printed, result.out)
-    every = float32(script, int(ranks), result, path)
+    every = float32(script, ranks, result, path)
     if script == "tp_mlp":
         assert {"golden output", "golden input grad"} <= {check["name"] for check in every}
     if script in LITERAL:  # in float32 only a verdict, of which the outputs' should be True
@@ -273,7 +273,7 @@ SUBGROUPS = """
 import datetime, sys
 sys.path.insert(0, {tasks!r})
 import torch.distributed as dist
-from sharding import subgroup
+from utils.collectives import subgroup
 
 if __name__ == "__main__":
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=77))
@@ -361,7 +361,8 @@ import copy, torch
 import torch.distributed as dist
 from peft import PromptTuningConfig, get_peft_model
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
-from ulysses_forward import sequence_parallelize, sum_gradients
+from ulysses_forward import sequence_parallelize
+from utils.collectives import sum_gradients
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
@@ -425,19 +426,17 @@ if __name__ == "__main__":
 """
 
 
-HEAD = """
-import sys
-import torch
-import torch.distributed as dist
-from transformers import LlamaForCausalLM
-
-path, ids = {model!r}, torch.arange(9)[None]
-"""
-LIFTED_README = HEAD + CODE[0].replace('"parallel_llama/tasks"', "{tasks!r}") + "print('lifted')\n"
+HEAD = "import torch\npath, ids = {model!r}, torch.arange(9)[None]\n"
+LIFTED_SHOWN = [
+    HEAD + code.replace('"parallel-llama/tasks"', "{tasks!r}") + "print('lifted')\n"
+    for code in CODE
+]
 
 
 @pytest.mark.parametrize(
-    "code", [LIFTED, LIFTED_ULYSSES, LIFTED_README], ids=["tp_llama", "ulysses_forward", "README"]
+    "code",
+    [LIFTED, LIFTED_ULYSSES, *LIFTED_SHOWN],
+    ids=["tp_llama", "ulysses_forward", *(f"shown{i}" for i, _ in enumerate(CODE))],
 )
 def test_lifted_out_of_the_repo(code, tmp_path):
     """What an engineer would do: shard an ordinary, loaded model, and use it as before."""

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch.autograd import profiler
 from torch.distributed.distributed_c10d import Work
 
-from shared_memory import SLOT, SharedMemory, beginning
-from traffic import METERS, bytes_of
+from utils.shared_memory import SLOT, SharedMemory, beginning
+from utils.traffic import METERS, bytes_of
 
 NAME = "shared_memory"
 SMALL = 2**15  # of a sum of so many bytes each rank adds all, not a share, in one step, not two

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.utils.parametrize import register_parametrization
 from torch.utils.checkpoint import checkpoint
 
-from float64 import compute_in_float64
+from utils.float64 import compute_in_float64
 
 WIDER = {torch.bfloat16: torch.float32, torch.float32: torch.float64}
 

@@ -8,15 +8,15 @@ import torch
 import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import errors
-import float64
 import launch
-from comparing import Comparison
-from errors import judge, measure, worst_relative
-from float64 import compute_in_float64
-from loading import Source
-from model_checks import check_text, plain_loss, step, token_losses
-from wider import widen
+from utils import float64, tolerance
+from utils.checks import Comparison
+from utils.float64 import compute_in_float64
+from utils.generation import check_text
+from utils.model_checks import model_step, plain_loss, token_losses
+from utils.models import Source
+from utils.tolerance import judge, measure, worst_relative
+from utils.wider import widen
 
 DTYPES = torch.float32, torch.bfloat16
 
@@ -37,7 +37,7 @@ def three(*shape, size=1.0, noise=1e-6, seed=0):
 @pytest.mark.parametrize("chunk", [1, 100, 2**22])
 def test_norms(chunk, monkeypatch):
     """They are what their names say, however many rows are taken at a time."""
-    monkeypatch.setattr(errors, "CHUNK", chunk)
+    monkeypatch.setattr(tolerance, "CHUNK", chunk)
     actual, reference, exact = three(2, 9, 11)
     norms = measure(actual, reference, exact).norms
     for i, values in enumerate((actual - exact, reference - exact, exact)):
@@ -174,9 +174,9 @@ def test_widened(dtype):
         value = plain_loss(module, ids, **inputs)
         return value, value
 
-    step(model, ids, torch.ones_like(ids), loss)
+    model_step(model, ids, torch.ones_like(ids), loss)
     before = {name: p.grad.clone() for name, p in model.named_parameters()}
-    results = [step(module, ids, torch.ones_like(ids), loss) for module in (wide, copied)]
+    results = [model_step(module, ids, torch.ones_like(ids), loss) for module in (wide, copied)]
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6 * theirs.abs().max().item())
     for name, parameter in model.named_parameters():
@@ -200,17 +200,17 @@ def test_token_losses():
 
 
 class Run(Comparison):
-    """As much of `utils.Run` as one rank's checks take; a refusal is an exception."""
+    """As much of `job.Run` as one rank's checks take; a refusal is an exception."""
 
     rank, world_size, device, args = 0, 1, torch.device("cpu"), None
 
     def __init__(self, dtype):
         self.dtype, self.checks, self.compared = dtype, [], {}
 
-    def say(self, line):
+    def print0(self, line):
         pass
 
-    def from_rank0(self, value):
+    def broadcast(self, value):
         return value
 
     def exit(self, code):
@@ -244,7 +244,7 @@ SUMS = """
 import sys
 sys.path.insert(0, {tasks!r})
 import torch, torch.distributed as dist
-from sharding import all_reduce, all_reduce_
+from utils.collectives import all_reduce, all_reduce_
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")

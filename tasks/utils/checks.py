@@ -6,14 +6,15 @@ import re
 import torch
 import torch.distributed as dist
 
-from errors import FEW, LIMITS, WHOLE, judge, measure, worst_relative
-from float64 import compute_in_float64
-from sharding import SharedLinear, local_part, shard_of
-from wider import WIDER, widen
+from utils.collectives import SharedLinear
+from utils.float64 import compute_in_float64
+from utils.shards import local_part, shard_of
+from utils.tolerance import FEW, LIMITS, WHOLE, judge, measure, worst_relative
+from utils.wider import WIDER, widen
 
 # Allowed difference in float64, as a share of the largest reference value. A parallel run adds the
 # same products in another order, so it is off by a few roundings, of 1e-16, times the square root
-# of the number of additions: about 1e-14. In float32 and bfloat16 it is measured, see `errors.py`.
+# of the number of additions: about 1e-14. In float32 and bfloat16 it is measured: `tolerance.py`.
 # What should be zero in one layer, and is rounding, may be off by FLOOR of what others have.
 TOLERANCE, FLOOR = 1e-10, 1e-13
 HIDES = 0.1  # a reference that is off by such a share of its values hides too much
@@ -22,7 +23,7 @@ OTHERWISE = "golden", "last loss"
 
 
 class Comparison:
-    """The comparing half of `utils.Run`. Every method is called by all ranks together."""
+    """The comparing half of `job.Run`. Every method is called by all ranks together."""
 
     def references(self, module):
         """Rank 0's whole module in a list, and the same in a wider dtype. Elsewhere empty."""
@@ -37,13 +38,13 @@ class Comparison:
         float64 in a float32 run comes as float32, which is off by half a unit in its last place.
         """
         values = [function(module) for module in references]
-        shape = self.from_rank0((len(values), len(values[0])) if values else None)
+        shape = self.broadcast((len(values), len(values[0])) if values else None)
 
         def value(r, i):
             if not values:
-                return self.from_rank0(None)
+                return self.broadcast(None)
             wider = r > 0 and values[r][i].dtype == torch.float64
-            return self.from_rank0(values[r][i].float() if wider else values[r][i])
+            return self.broadcast(values[r][i].float() if wider else values[r][i])
 
         return [tuple(value(r, i) for r in range(shape[0])) for i in range(shape[1])]
 
@@ -51,10 +52,10 @@ class Comparison:
         """A part of a check, to which `check` of the same name, later, gives the verdict.
 
         pairs: (actual, reference), tensors of one shape, or (actual, reference, exact) where
-        `exact` is the wider reference of a run in float32 or bfloat16: then by `errors.judge`, and
-        the differences are from it.
+        `exact` is the wider reference of a run in float32 or bfloat16: then by `tolerance.judge`,
+        and the differences are from it.
         tolerance: absolute bound; of pairs, by default, `TOLERANCE` of the largest value.
-        own, parts: see `errors.measure`.
+        own, parts: see `tolerance.measure`.
         kind: of one check, pairs of one kind are those whose usual errors are alike.
         """
         found, measured = self.compared.setdefault(name, ([], {}))
@@ -99,21 +100,20 @@ class Comparison:
         rank = max(range(self.world_size), key=lambda r: everyone[r]["share"])
         worst = everyone[rank]
         if worst["share"] < 0:
-            self.say(f"FAILED {name} (rank={rank}): nothing was compared")
+            self.print0(f"FAILED {name} (rank={rank}): nothing was compared")
             self.exit(1)
         passed, nearest = worst["share"] <= 1, worst.pop("nearest", None)
         self.checks.append({"name": name, **worst, "passed": passed})
         value, bound = worst["max_abs_diff"], worst["tolerance"]
         if not passed:
             norm, value, bound = nearest or ("max", value, bound)
-            self.say(f"FAILED {name} (rank={rank}): {norm}|diff| {value:.1e} > "
-                     f"tolerance {bound:.1e}")  # fmt: skip
+            self.print0(f"FAILED {name} (rank={rank}): {norm}|diff| {value:.1e} > "
+                        f"tolerance {bound:.1e}")  # fmt: skip
             self.exit(1)
         own, times = worst.get("own_max_abs_error"), worst.get("times_reference", {})
-        self.say(f"check {name}: max|diff| {value:.1e}, mean|diff| {worst['mean_abs_diff']:.1e}, "
-                 f"tolerance {bound:.1e} (rank={rank}): ok"
-                 + (f"; reference's own {own:.1e}, rms {times['rms']:.1f} of its usual"
-                    if times else ""))  # fmt: skip
+        of = f"; reference's own {own:.1e}, rms {times['rms']:.1f} of its usual" if times else ""
+        self.print0(f"check {name}: max|diff| {value:.1e}, mean|diff| {worst['mean_abs_diff']:.1e}"
+                    f", tolerance {bound:.1e} (rank={rank}): ok{of}")  # fmt: skip
 
     def nearest(self):
         """The check that came nearest to failing, in words; golden values have four digits only."""
@@ -140,7 +140,7 @@ class Comparison:
 
     def check_same_bits(self, name, tensor):
         """All ranks hold the same bits: what a reduction must give, and what replicas must keep."""
-        self.check(name, [(tensor, self.from_rank0(tensor))], tolerance=0.0)
+        self.check(name, [(tensor, self.broadcast(tensor))], tolerance=0.0)
 
     def check_golden(self, name, tensor, golden):
         """The first and last three values are those that the assignment prints, to four digits."""
@@ -164,7 +164,7 @@ class Comparison:
         mine = dict(module.named_parameters())
         whole = dict(references[0].named_parameters()) if references else {}
         kinds, shards = {}, self.shards(module)
-        for name in self.from_rank0([name for name in whole if only(name)]):
+        for name in self.broadcast([name for name in whole if only(name)]):
             kinds.setdefault(kind_of(name), []).append(name)
 
         def pairs(names):
@@ -189,7 +189,7 @@ class Comparison:
         pairs = (pair for kind in kinds.values() for pair in kind)
         self.check(f"{title} weights, slices of the whole", pairs, tolerance=0.0)
         sizes = {n: p.shape for n, p in references[0].named_parameters()} if references else None
-        sizes, unsplit, shards = self.from_rank0(sizes), [], self.shards(module)
+        sizes, unsplit, shards = self.broadcast(sizes), [], self.shards(module)
         missing = [name for name in filter(only, sizes) if not all_of(name, sizes[name], shards)]
         count = torch.tensor(float(len(missing)))
         self.check(f"{title} weights, nothing left out", [(count, 0 * count)], 0.0)
@@ -225,7 +225,7 @@ class Comparison:
 
         No other rank holds the whole of it: it may be the largest tensor there is.
         """
-        shape, dtype = self.from_rank0((tensor.shape, tensor.dtype) if self.rank == 0 else None)
+        shape, dtype = self.broadcast((tensor.shape, tensor.dtype) if self.rank == 0 else None)
         mine = None
         for rank, shard in enumerate(shards):
             if shard is None:
@@ -237,18 +237,18 @@ class Comparison:
                 sent = tensor.detach().narrow(dim, start, stop - start)
             if self.rank == rank:
                 mine = received = sent if rank == 0 else sent.new_empty(size)
-            if rank:  # as a collective, not `send`: all ranks count alike, see watching.py
+            if rank:  # as a collective, not `send`: all ranks count alike, see watchdog.py
                 got, given = [0] * self.world_size, [0] * self.world_size
                 got[0], given[rank] = received.numel(), sent.numel()
                 dist.all_to_all_single(received.view(-1), sent.reshape(-1), got, given)
         return mine
 
     def deal(self, module):
-        """read(name, shard) for `fill`: slices of a module that rank 0 alone has."""
+        """read(name, shard) for `materialize`: slices of a module that rank 0 alone has."""
 
         def read(name, shard):
             dim, start, stop = shard
-            whole = self.from_rank0(module.get_parameter(name) if self.rank == 0 else None)
+            whole = self.broadcast(module.get_parameter(name) if self.rank == 0 else None)
             return whole.narrow(dim, start, stop - start).clone()
 
         return read
@@ -287,16 +287,16 @@ class Comparison:
         )
         missed = f"{of['elements_missed']:,} of {of['elements']:,} elements"
         if of["passed"]:
-            self.say(f"{name}: True")
+            self.print0(f"{name}: True")
         elif gate:
-            self.say(
+            self.print0(
                 f"FAILED {title} {name} (rank={rank}): {what} mismatch on rank={rank}, "
                 f"{missed}: |diff| {of['max_abs_diff']:.1e} > tolerance {of['tolerance']:.1e}"
             )
             self.exit(1)
         else:
-            self.say(f"{name}: False, {missed}: {of['max_abs_diff']:.1e} off where the {against} "
-                     f"is {of['reference']:.1e} (rank={rank})")  # fmt: skip
+            self.print0(f"{name}: False, {missed}: {of['max_abs_diff']:.1e} off where the "
+                        f"{against} is {of['reference']:.1e} (rank={rank})")  # fmt: skip
 
 
 def all_of(name, size, shards):
@@ -313,7 +313,7 @@ def all_of(name, size, shards):
 
 
 def nearest_of(many, dtype, worst):
-    """The record of a check by `errors.judge`: of the tensor that comes nearest to a limit."""
+    """The record of a check by `tolerance.judge`: of the tensor that comes nearest to a limit."""
     judged = list(judge(many, dtype, worst))
     share, nearest, kind, part, *numbers = max(judged, key=lambda found: found[0])
     (largest,) = (found for found in judged if found[1:3] == (nearest, "max"))

@@ -104,7 +104,7 @@ def bytes_sent(run, function, group=None):
     with Meter() as meter:
         function()
     dist.barrier()
-    wire = run.from_rank0((total() - before) / run.world_size if wire else None)
+    wire = run.broadcast((total() - before) / run.world_size if wire else None)
     counted = torch.tensor(meter.sent, dtype=torch.float64, device=run.device)
     dist.all_reduce(counted)
     return counted.item() / run.world_size, wire

@@ -3,48 +3,24 @@
 The reference is always the unmodified model, run by rank 0 alone on the same weights and inputs.
 """
 
-import argparse
 import math
 from functools import partial
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 
-from errors import LIMITS
-from loading import UserError
-from measuring import REPEATS_HELP, measure_memory, measure_time
-from sharding import all_gather, shard_of
-from wider import wider_copy
+from utils.collectives import all_gather
+from utils.errors import UserError
+from utils.generation import check_continuation, encode_prompts, recompute
+from utils.measure import measure_memory, measure_time
+from utils.shards import shard_of
+from utils.tolerance import LIMITS
+from utils.wider import wider_copy
 
 TEXT = """The model reads these lines to be checked on something like language. A river does not
 hurry; it arrives all the same. Anna counted the boats on the water, seven in the morning and four
 in the evening, and wondered where the other three had gone. "They will be back on Sunday," said
 her father, who had once been a sailor and knew the habits of boats. """
-
-
-def positive(text):
-    """argparse type: a whole number above 0."""
-    if not text.isdigit() or not 0 < int(text) < 2**31:
-        raise argparse.ArgumentTypeError(
-            f"must be a whole number above 0 (below 2**31), not {text}"
-        )
-    return int(text)
-
-
-def natural(text):
-    """argparse type: a whole number, 0 included."""
-    return 0 if text == "0" else positive(text)
-
-
-def add_model_flags(parser):
-    """The flags of a script that calls `show_model`."""
-    add = parser.add_argument
-    add("--batch-size", type=positive, default=2, help="sequences in the checks; default 2")
-    add("--seq-len", type=positive, default=64, help="tokens a sequence; default 64")
-    add("--prompt", default="A quick brown fox", help="text to continue; default '%(default)s'")
-    add("--new-tokens", type=positive, default=10, help="tokens to continue it by; default 10")
-    add("--repeats", type=natural, help=REPEATS_HELP)
 
 
 def own_loss(model, labels, **inputs):
@@ -80,39 +56,6 @@ def show_model(run, parallelize, loss=own_loss, whole=("norm",), also=None, redu
         measure_memory(run, source, parallelize, batch[0], reduce)
 
 
-def encode_prompts(run, source, tokenizer):
-    """The tokens of --prompt, one or several, padded on the left, and their mask: (B, S) both."""
-    args, limit = run.args, source.config.max_position_embeddings
-    prompts = [args.prompt] if isinstance(args.prompt, str) else args.prompt
-    rows = []
-    for number, prompt in enumerate(prompts):
-        tokens = [i % source.config.vocab_size for i in range(1, 6 + number)]
-        if tokenizer:
-            try:
-                tokens = tokenizer(prompt)["input_ids"]
-            except (TypeError, UnicodeError):
-                raise UserError(f"--prompt {prompt!r}: not valid Unicode") from None
-        if not tokens or not prompt.strip():
-            raise UserError("--prompt is empty: give at least one word")
-        if len(tokens) + args.new_tokens > limit:
-            raise UserError(f"--prompt has {len(tokens)} tokens and --new-tokens adds "
-                            f"{args.new_tokens}, but {source.name} takes {limit}")  # fmt: skip
-        if max(tokens) >= source.config.vocab_size:
-            raise UserError(f"--prompt has token {max(tokens)}, but {source.name} has only "
-                            f"{source.config.vocab_size}")  # fmt: skip
-        if not tokenizer:
-            run.say(f"note: {source.name} has no tokenizer: a prompt is tokens {tokens}")
-        rows.append(torch.tensor(tokens, device=run.device))
-    length = max(len(row) for row in rows)
-    # Any token will do as padding: the mask hides it.
-    without = tokenizer and "pad_token" not in tokenizer.special_tokens_map
-    if without and any(len(row) < length for row in rows):
-        run.say(f"note: {source.name} has no pad token: prompts are padded with token 0, masked")
-    ids = torch.stack([F.pad(row, (length - len(row), 0)) for row in rows])
-    mask = torch.stack([F.pad(row * 0 + 1, (length - len(row), 0)) for row in rows])
-    return ids, mask
-
-
 def make_batch(run, source, tokenizer, text=TEXT):
     """ids, attention mask, labels, (B, S) each: of the text, or random without a tokenizer.
 
@@ -122,8 +65,8 @@ def make_batch(run, source, tokenizer, text=TEXT):
     if run.args.seq_len < 3:  # of two tokens, some gradients are 0: there is nothing but rounding
         raise UserError(f"--seq-len {run.args.seq_len}: too short to compare, use 3 or more")
     if run.args.seq_len > source.config.max_position_embeddings:
-        run.say(f"note: --seq-len {run.args.seq_len} is more than {source.name} was made for, "
-                f"{source.config.max_position_embeddings}")  # fmt: skip
+        run.print0(f"note: --seq-len {run.args.seq_len} is more than {source.name} was made for, "
+                   f"{source.config.max_position_embeddings}")  # fmt: skip
     ids = torch.randint(source.config.vocab_size, (run.args.batch_size, run.args.seq_len))
     if tokenizer:
         words = torch.tensor(tokenizer(text, verbose=False)["input_ids"])
@@ -132,7 +75,7 @@ def make_batch(run, source, tokenizer, text=TEXT):
     if len(ids) > 1:
         mask[-1, : ids.shape[1] // 3] = 0
     seen = mask * F.pad(mask, (1, -1), value=1)  # no token is predicted from padding, either
-    return tuple(run.from_rank0(t) for t in (ids, mask, ids.masked_fill(seen == 0, -100)))
+    return tuple(run.broadcast(t) for t in (ids, mask, ids.masked_fill(seen == 0, -100)))
 
 
 def token_losses(logits, labels):
@@ -182,7 +125,7 @@ def embed(model, ids, mask):
     return dict(inputs_embeds=model.get_input_embeddings()(ids), attention_mask=mask)
 
 
-def step(model, ids, mask, function, reduce=None):
+def model_step(model, ids, mask, function, reduce=None):
     """Forward and backward of function(model, inputs) -> (a result, the scalar to go back from).
 
     reduce: see `show_model`. Returns the result and the gradient of the input embeddings,
@@ -211,7 +154,7 @@ def check_model(run, source, parallel, references, batch, loss, reduce):
     large = sum(math.prod(shape) for shape in source.shapes.values()) > 100e6
     some = [f"layers.{i}." for i in (0, last // 2, last)]
     if large:
-        run.say(
+        run.print0(
             f"note: a large model: the gradients of layers 0, {last // 2} and {last} stand for all"
         )
 
@@ -251,9 +194,9 @@ def check_model(run, source, parallel, references, batch, loss, reduce):
 
     for name, function in ("logits", from_logits), ("loss", from_loss):
         expected, expected_grad = run.expect(
-            lambda model, function=function: step(model, ids, mask, function), references
+            lambda model, function=function: model_step(model, ids, mask, function), references
         )
-        actual, grad = step(parallel, ids, mask, function, reduce)
+        actual, grad = model_step(parallel, ids, mask, function, reduce)
         own = 0.0
         if name == "logits":
             logits, shown, where = actual, "outputs", (0, -1)
@@ -289,69 +232,6 @@ def check_model(run, source, parallel, references, batch, loss, reduce):
     run.check("loss, of its own logits")
     for reference in references[:1]:
         reference.requires_grad_(True)
-
-
-@torch.no_grad()
-def recompute(model, ids, new_tokens):
-    """Continue ids (B, S) greedily, recomputing everything for each token: (B, S + new_tokens)."""
-    for _ in range(new_tokens):
-        token = model(ids, use_cache=False).logits[:, -1:].argmax(-1)
-        ids = torch.cat([ids, token], dim=1)
-    return ids
-
-
-def hf_generate(model, ids, new_tokens, **options):
-    """The same by Hugging Face's own loop, with its cache: ids (B, S) -> (B, S + new_tokens).
-
-    It stops early when every sequence has ended; what is missing then is filled with -1.
-    """
-    length = ids.shape[1] + new_tokens
-    options = {"attention_mask": torch.ones_like(ids), "pad_token_id": 0, **options}
-    ids = model.generate(ids, max_new_tokens=new_tokens, do_sample=False, **options)
-    return F.pad(ids, (0, length - ids.shape[1]), value=-1)
-
-
-def check_continuation(run, tokenizer, generate, prompt, parallel, references, how=""):
-    """generate(model) continues the prompt, (1, S), as by the single rank."""
-    tokens, mask = generate(parallel), torch.ones_like(prompt)
-    ((expected,),) = run.expect(lambda model: [generate(model)], references[:1])
-    check_text(run, tokenizer, tokens, expected, references, mask, how)
-
-
-def check_text(run, tokenizer, tokens, expected, references, mask, how="", show=True):
-    """Compare continuations, (B, tokens) both, this rank's and the reference's; print if `show`.
-
-    mask: of the prompts, (B, S). how: said in the check's name.
-    """
-
-    def text(ids):
-        if not tokenizer:
-            return ids.tolist()
-        rows = (row[len(m) - m.sum() :] for row, m in zip(ids, mask, strict=True))
-        return " ".join(repr(tokenizer.decode(row[row >= 0])) for row in rows)
-
-    if show:
-        run.say(f"Reference text (rank=0): {text(expected)}")
-        run.print_in_order(f"{run.mark}Parallel text (rank={run.rank}): {text(tokens)}")
-    name, apart = f"generated tokens{how}", torch.tensor(float(not torch.equal(tokens, expected)))
-    dist.all_reduce(apart := apart.to(run.device))
-    if run.dtype == torch.float64 or not apart:
-        run.check(name, [(tokens, expected)], tolerance=0.0)
-        return
-    # Rounded, two tokens may tie. Where a text parts from the reference's, they must have: each
-    # logit may be off by twice as much as the reference's that is furthest off there.
-    run.check_same_bits(f"{name}, same on all ranks", tokens)
-    for row in (tokens != expected).any(dim=1).nonzero().flatten().tolist():
-        at = (tokens[row] != expected[row]).nonzero()[0].item()
-        ids, seen = expected[:, :at], F.pad(mask, (0, at - mask.shape[1]), value=1)
-
-        def there(model, ids=ids, seen=seen, row=row):
-            return [model(ids, attention_mask=seen).logits[row, -1]]
-
-        ((logits, exact),) = run.expect(there, references)
-        own = (logits - exact).abs().max().item()
-        pair = exact[tokens[row, at]], exact[expected[row, at]]
-        run.check(f"{name}, a tie at token {at}", [pair], 4 * own)
 
 
 def overfit(model, loss, batch, steps):

@@ -2,25 +2,11 @@
 
 import torch
 
-from checkpoint import fingerprint
-from errors import FEW, LIMITS
-from long_sequence import Techniques, possible
-from model_checks import error_of_mean, mean_loss, token_losses
-from utils import all_gather, kind_of
-
-# What is checked by itself: backward, tiled_loss, tiled_mlp, head_groups, offload.
-ALONE = {
-    "layers taken apart": ("plain", False, False, False),
-    "tiled loss alone": ("plain", True, False, False),
-    "tiled MLP alone": ("plain", False, True, False),
-    "head groups alone": ("plain", False, False, True),
-    "checkpointing alone": ("checkpoint", False, False, False),
-    "selective checkpoint": ("selective", True, True, False),
-    "saved outputs alone": ("saved-outputs", False, False, False),
-    "saved outputs in host memory": ("saved-outputs", False, False, False, True),  # of a GPU's
-    "checkpointing and tiles": ("checkpoint", True, True, True),
-    "all together": ("saved-outputs", True, True, True),
-}
+from utils.checkpoint import fingerprint
+from utils.checks import kind_of
+from utils.collectives import all_gather
+from utils.model_checks import error_of_mean, mean_loss, token_losses
+from utils.tolerance import FEW, LIMITS
 
 
 def base_of(model):
@@ -72,7 +58,7 @@ def compare_gradients(run, name_of, model, references):
         run.compare(name_of(name), [(parameter.grad, *expected)], kind=kind_of(name), parts=parts)
 
 
-def check_training(run, model, reference, forward_backward, batches, recomputes=None):
+def check_training(run, model, reference, forward_backward, batches, recomputes=None, alone=()):
     """The first steps of the very training that follows, beside a single-rank run's: the losses.
 
     Loss and gradients of each step are compared from the same parameters. Then both optimizers get
@@ -80,7 +66,8 @@ def check_training(run, model, reference, forward_backward, batches, recomputes=
     Adam, which divides it by its own size, makes a whole step of its rounding.
 
     reference: on rank 0, the same model and adapter, whole. forward_backward(model, ids): the very
-    function that trains. recomputes: how often a layer should run in a step, where it is counted.
+    function that trains. recomputes: how often a layer should run in a step, where it is counted;
+    else what `alone` yields, (name, techniques), is checked, each by itself.
     """
     steps, losses, shown, calls = min(run.args.check_steps, run.args.steps), [], [], []
     references, before = run.references(reference), copy_of(trained(model))
@@ -103,12 +90,12 @@ def check_training(run, model, reference, forward_backward, batches, recomputes=
         for optimizer in optimizers:
             optimizer.step()
         for name, parameter in trained(model).items():
-            pair = parameter.detach(), run.from_rank0(whole.get(name))
+            pair = parameter.detach(), run.broadcast(whole.get(name))
             run.compare(f"{kind_of(name)} after a step", [pair], tolerance=0.0)
     hook.remove()
     if recomputes:
         runs = torch.tensor(calls).sum() / steps
-        run.say(f"forwards of a layer in a step: {runs.item():g}, of {recomputes} expected")
+        run.print0(f"forwards of a layer in a step: {runs.item():g}, of {recomputes} expected")
         expected_runs = torch.full_like(runs, recomputes)
         run.check("forwards of a layer in a step", [(runs, expected_runs)], 0.0)
     losses = torch.stack(losses)
@@ -125,7 +112,7 @@ def check_training(run, model, reference, forward_backward, batches, recomputes=
         if narrow:
             check_in_float32(run, model, forward_backward, *once_more)
         if recomputes is None:
-            check_techniques(run, model, references, forward_backward, *once_more)
+            check_techniques(run, model, references, forward_backward, alone, *once_more)
     restore(model, before)
     return losses
 
@@ -150,15 +137,9 @@ def check_in_float32(run, model, forward_backward, ids, expected, own):
     run.check("loss in float32", [(loss, exact)], bound)  # both round, so twice
 
 
-def check_techniques(run, model, references, forward_backward, ids, expected, own):
+def check_techniques(run, model, references, forward_backward, alone, ids, expected, own):
     """Each technique alone: loss and gradients after the steps before (at first LoRA's are 0)."""
-    for name, flags in ALONE.items():
-        techniques = Techniques(*flags, tile_tokens=7)
-        if techniques.offload and run.device.type != "cuda":
-            continue
-        if why := possible(base_of(model), techniques)[1]:
-            run.say(f"note: {name}: not checked, {why}")
-            continue
+    for name, techniques in alone:
         model.zero_grad()
         loss = all_gather(forward_backward(model, ids, techniques=techniques), run.group).sum(0)
         run.check(f"{name}: loss", [(loss, *(x.to(loss) for x in expected))], own=own)

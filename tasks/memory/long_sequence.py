@@ -2,7 +2,7 @@
 
 What fills the memory when a Llama is trained on one long sequence is neither weights nor attention
 scores (which no fused kernel keeps) but what the backward needs of every token. Of `random/small`
-(8 layers, hidden 256, MLP 1024, 32000 words, float32, frozen weights) a token takes, in KiB:
+(8 layers, hidden 256, MLP 1024, 32000 tokens, float32, frozen weights) a token takes, in KiB:
 
     510   plain: three times the logits (375), and each layer's activations (17 a layer)
     386   with checkpointing: the logits, and one hidden state (1) a layer
@@ -30,17 +30,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd.graph import save_on_cpu
-from torch.utils.checkpoint import (
-    checkpoint,
-    create_selective_checkpoint_contexts,
-    noop_context_fn,
-)
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb
 
-from saved_outputs import SavedOutputs, for_all
-from tiled_loss import TiledLoss, tiles
+from memory.saved_outputs import SavedOutputs, for_all
+from memory.tiled_loss import TiledLoss, tiles
 from ulysses_forward import AllToAll, sum_of_losses
-from utils import share, share_heads
+from utils.shards import shard_heads, shard_range
 
 
 @dataclass(frozen=True)
@@ -137,7 +133,7 @@ def plan_rounds(config, ranks, head_groups):
     may have no heads: it sends its tokens', and receives nothing.
     """
     N, K = config.num_attention_heads, config.num_key_value_heads
-    heads = [share_heads(N, K, ranks, rank)[:2] for rank in range(ranks)]
+    heads = [shard_heads(N, K, ranks, rank)[:2] for rank in range(ranks)]
     if not head_groups:
         return [heads]
     group, turns = N // K, []
@@ -204,7 +200,7 @@ class Stack:
         self.embeddings, self.techniques, config = embeddings, techniques, model.config
         self.B, self.S, self.D = batch_size, length, self.layers[0].self_attn.head_dim
         ranks, self.rank = group.size(), group.rank()
-        shares = [share(length, ranks, rank) for rank in range(ranks)]
+        shares = [shard_range(length, ranks, rank) for rank in range(ranks)]
         self.tokens = [stop - first for first, stop in shares]
         self.first, self.mine = shares[self.rank][0], self.tokens[self.rank]
         self.dropout = config.attention_dropout if model.training else 0.0

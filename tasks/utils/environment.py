@@ -1,4 +1,7 @@
-"""How a job starts and ends: torchrun's environment, the device, one error line for all ranks."""
+"""What a rank finds at its start: torchrun's variables, a device, the other ranks and their flags.
+
+And how it ends with one error line for all ranks.
+"""
 
 import ctypes
 import datetime
@@ -18,7 +21,7 @@ import torch
 import torch.distributed as dist
 from packaging.version import Version
 
-from shared_memory import neighbourhood
+from utils.shared_memory import neighbourhood
 
 TESTED = {"transformers": ("4.48.3", "5.23.0"), "peft": ("0.14.0", "0.21.2")}  # from, to
 

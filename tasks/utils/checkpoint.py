@@ -22,7 +22,8 @@ import torch
 from filelock import FileLock, Timeout
 from safetensors.torch import load_file, save_file
 
-from sharding import UserError, all_gather
+from utils.collectives import all_gather
+from utils.errors import UserError
 
 STATE, RECORD, MANIFEST = "state.safetensors", "record.json", "manifest.json"
 
@@ -69,9 +70,9 @@ def open_folder(run, folder, resumes, result):
         clean(folder)
         return again
 
-    again = run.from_rank0(run.together(claim))
+    again = run.broadcast(run.together(claim))
     if restart != "0":
-        run.say(f"note: restart {restart}, after a rank had failed")
+        run.print0(f"note: restart {restart}, after a rank had failed")
     return folder is not None and (resumes or again)
 
 
@@ -108,8 +109,8 @@ def save(run, parameters, optimizer, losses, same):
         folder = run.args.output_dir
         free = shutil.disk_usage(folder).free if folder.exists() else 0
         needed = sum(tensor.nbytes for tensor in tensors.values())
-        run.say(f"note: no checkpoint at step {len(losses)}: {error} (more than {needed} bytes "
-                f"needed, {free} free)")  # fmt: skip
+        run.print0(f"note: no checkpoint at step {len(losses)}: {error} (more than {needed} bytes "
+                   f"needed, {free} free)")  # fmt: skip
 
 
 def find(run, same):
@@ -134,12 +135,12 @@ def resume(run, parameters, optimizer, found):
     """Take parameters, optimizer and random state from what `find` gave: the losses so far."""
     tensors, record, warnings = found or ({}, None, [])
     for warning in warnings:
-        run.say(f"note: skipped a damaged checkpoint: {warning}")
-    record = run.from_rank0(record)
+        run.print0(f"note: skipped a damaged checkpoint: {warning}")
+    record = run.broadcast(record)
     if record is None:
-        run.say("note: no checkpoint yet: starting at step 0")
+        run.print0("note: no checkpoint yet: starting at step 0")
         return []
-    tensors = {name: run.from_rank0(tensors.get(name)) for name in run.from_rank0(list(tensors))}
+    tensors = {name: run.broadcast(tensors.get(name)) for name in run.broadcast(list(tensors))}
     places, state = {name: place for place, name in enumerate(parameters)}, {}
     for name, tensor in tensors.items():
         kind, _, rest = name.partition(".")
@@ -156,10 +157,10 @@ def resume(run, parameters, optimizer, found):
         if run.device.type == "cuda" and "random.cuda" in tensors:
             torch.cuda.set_rng_state(tensors["random.cuda"][run.rank].cpu().clone())
     else:
-        run.say(f"note: it was on {record['world_size']} ranks: random numbers start anew")
-    run.say(f"resumed after {len(record['losses'])} steps")
+        run.print0(f"note: it was on {record['world_size']} ranks: random numbers start anew")
+    run.print0(f"resumed after {len(record['losses'])} steps")
     if len(record["losses"]) > run.args.steps:
-        run.say(f"note: that is more than --steps {run.args.steps}: nothing is left to train")
+        run.print0(f"note: that is more than --steps {run.args.steps}: nothing is left to train")
     return record["losses"]
 
 

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import torch
 
-from loading import TINY, UserError, cache_folder
+from utils.errors import UserError
+from utils.models import TINY, cache_folder
 
 ULYSSES = "https://www.gutenberg.org/cache/epub/4300/pg4300.txt"  # the assignment's example
 ENOUGH = 10**7  # characters; no more of a text is turned into tokens, unless more are needed
@@ -35,7 +36,7 @@ def load_tokens(run, where, tokenizer, needed):
             raise UserError(f"--text {name}: no text in it")
         enough = max(ENOUGH, 100 * needed)
         if len(text) > enough:
-            run.say(f"note: only the first {enough} characters of {name} are read")
+            run.print0(f"note: only the first {enough} characters of {name} are read")
             text = text[:enough]
         if tokenizer:
             tokens = tokenizer(text, verbose=False)["input_ids"]
@@ -53,8 +54,8 @@ def load_tokens(run, where, tokenizer, needed):
     name, ids = found or (None, None)
     name = name and str(name).encode(errors="backslashreplace").decode()
     kind = "" if tokenizer else "; no tokenizer: its bytes are the tokens"
-    run.say(f"text: {name}{kind}")
-    return run.from_rank0(ids)
+    run.print0(f"text: {name}{kind}")
+    return run.broadcast(ids)
 
 
 def find_text(where, source, needed, seed):

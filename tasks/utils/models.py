@@ -14,11 +14,12 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-import smollm2
-from float64 import compute_in_float64
-from sharding import UserError, shard_of
+from utils import smollm2
+from utils.errors import UserError
+from utils.float64 import compute_in_float64
+from utils.shards import shard_of
 
-TINY = Path(__file__).resolve().parent / "tiny_llama"
+TINY = Path(__file__).resolve().parent.parent / "tiny_llama"
 LLAMA3_ROPE = {
     "rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
@@ -47,7 +48,7 @@ PRESETS["llama-3.2-1b-32k"] = PRESETS["llama-3.2-1b"] | {"vocab_size": 32000}
 # ---------------------------------------------------------------- sources of weights
 
 
-def fill(module, read, dtype, device):
+def materialize(module, read, dtype, device):
     """Give a module on the meta device its values: each parameter becomes read(name, shard).
 
     Returns the module; in float64 its norms compute in float64 too (see `compute_in_float64`).
@@ -135,7 +136,7 @@ class Source:
         # Rotary tables are buffers that no checkpoint holds: build them off the meta device, and
         # in float32 whatever the model's dtype.
         model.model.rotary_emb = LlamaRotaryEmbedding(self.config).to(device)
-        fill(model, self.read, dtype, device)
+        materialize(model, self.read, dtype, device)
         if self.config.tie_word_embeddings:
             model.lm_head.weight = model.model.embed_tokens.weight
         return model

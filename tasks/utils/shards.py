@@ -1,0 +1,127 @@
+"""Who owns what: shares of units and heads, slices of weights, targets of a split sequence; and
+what a model of slices refuses.
+
+Shapes as in `utils/__init__.py`.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from utils.errors import UserError
+
+
+def shard_range(items, parts, index):
+    """[start, stop) of share `index` when `items` are dealt to `parts` as evenly as possible."""
+    start = index * (items // parts) + min(index, items % parts)
+    return start, start + items // parts + (index < items % parts)
+
+
+def shard_heads(num_heads, num_kv_heads, ranks, rank):
+    """This rank's query heads, its KV heads, and the ranks that hold the same KV heads.
+
+    Query heads g*G .. g*G+G-1 attend to KV head g, G = N/K (GQA, arXiv 2305.13245), so a rank's
+    query heads must bring their KV heads along. Up to K ranks: whole KV groups are dealt out,
+    unevenly if need be. More than K: each group goes to several ranks, which split its query heads
+    and each hold a copy of its one KV head. Returns three (start, stop) pairs.
+    Raises UserError for more ranks than query heads.
+    """
+    if ranks > num_heads:
+        raise UserError(f"{num_heads} query heads: use 1 to {num_heads} ranks, not {ranks}")
+    group_size = num_heads // num_kv_heads
+    if ranks <= num_kv_heads:
+        first, last = shard_range(num_kv_heads, ranks, rank)
+        return (first * group_size, last * group_size), (first, last), (rank, rank + 1)
+    for group in range(num_kv_heads):
+        holders = shard_range(ranks, num_kv_heads, group)
+        if holders[0] <= rank < holders[1]:
+            start, stop = shard_range(group_size, holders[1] - holders[0], rank - holders[0])
+            start, stop = group * group_size + start, group * group_size + stop
+            return (start, stop), (group, group + 1), holders
+    raise AssertionError(rank)
+
+
+def keep_shard(layer, dim, start, stop):
+    """Replace `layer`'s weight by its slice [start, stop) along `dim`, in place.
+
+    layer: nn.Linear or nn.Embedding. With dim 0 (output units, vocabulary rows) a bias is sliced
+    too; with dim 1 (input units) it is left whole. Each parameter remembers its slice as
+    `parameter.shard = (dim, start, stop)`, from which `materialize` and the checks read it.
+    """
+    for name, full in list(layer.named_parameters(recurse=False)):
+        if dim < full.dim():
+            piece = full.detach().narrow(dim, start, stop - start).clone()
+            shard = nn.Parameter(piece, requires_grad=full.requires_grad)
+            shard.shard = (dim, start, stop)
+            setattr(layer, name, shard)
+    if isinstance(layer, nn.Linear):
+        layer.out_features, layer.in_features = layer.weight.shape
+    else:
+        layer.num_embeddings = len(layer.weight)
+
+
+def shard_of(parameter):
+    """(dim, start, stop) of a sharded parameter; the whole of dim 0 for any other."""
+    if isinstance(parameter, DTensor) and parameter.placements[0].is_shard():
+        dim, mesh = parameter.placements[0].dim, parameter.device_mesh
+        size, chunk = parameter.shape[dim], -(-parameter.shape[dim] // mesh.size())
+        start = min(mesh.get_local_rank() * chunk, size)  # equal chunks; the last may be short
+        return dim, start, min(start + chunk, size)
+    return getattr(parameter, "shard", (0, 0, parameter.shape[0]))
+
+
+def local_part(tensor, like=None):
+    """What this rank holds of a DTensor, laid out as `like` is; any other tensor as it is."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    # A gradient need not lie where its parameter does: that of an embedding is whole on all ranks.
+    return (tensor if like is None else tensor.redistribute(placements=like.placements)).to_local()
+
+
+def with_whole_logits(whole):
+    """A forward hook for a LlamaForCausalLM: `whole(logits)`, where no loss was asked for."""
+
+    def hook(model, args, kwargs, output):
+        if kwargs.get("labels") is not None:
+            return output
+        if isinstance(output, tuple):  # return_dict=False: logits come first
+            return whole(output[0]), *output[1:]
+        output.logits = whole(output.logits)
+        return output
+
+    return hook
+
+
+def refuse_as_whole(model):
+    """A model of slices says no where it would be taken for a whole one: to save it, or split it.
+
+    Raises ValueError for a model that is split already.
+    """
+    if "save_pretrained" in vars(model):
+        raise ValueError("this model is tensor-parallel already")
+
+    def save_pretrained(*_, **__):
+        raise ValueError("save_pretrained: each rank has slices only; save the model before")
+
+    model.save_pretrained = save_pretrained
+
+
+def check_ids(ids, vocab_size):
+    """IndexError for ids that no rank has, as from a whole embedding; else they would count as 0.
+
+    On a GPU the device asserts it, as ever, and nobody waits for it.
+    """
+    F.embedding(ids, torch.zeros((), device=ids.device).expand(vocab_size, 1))
+
+
+def next_tokens(labels, size, vocab_size, ignore_index=-100):
+    """Labels (B, S), shifted: the target of each of `size` tokens; the last has none.
+
+    Raises ValueError for labels that are not `size`, and IndexError as `check_ids` does.
+    """
+    if labels.shape != size:
+        raise ValueError(f"labels are {list(labels.shape)}, of tokens that are {list(size)}")
+    targets = F.pad(labels, (0, 1), value=ignore_index)[:, 1:]
+    check_ids(targets.masked_fill(targets == ignore_index, 0), vocab_size)
+    return targets
