@@ -77,7 +77,7 @@ TASK = {
     ]),
 }  # fmt: skip
 DTYPES = "float64", "float32"
-COMMAND = "OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node"
+START = "$ OMP_NUM_THREADS=1 torchrun --standalone"
 
 
 # ---------------------------------------------------------------- recording
@@ -100,9 +100,15 @@ def record(path):
             found = {claim: worst(run["checks"], pattern) for claim, pattern in claims}
             whole["tasks"].setdefault(script, {})[dtype] = found
         lines = [line for line in done.stdout.splitlines() if not line.startswith("note: ")]
-        command = f"$ {COMMAND} {ranks} tasks/{script}.py {' '.join(flags)}".rstrip()
-        (HERE / "outputs" / f"{script}.txt").write_text("\n".join([command, *lines]) + "\n")
+        text = "\n".join([f"{START} {command_of(script)}", *lines]) + "\n"
+        (HERE / "outputs" / f"{script}.txt").write_text(text)
     path.write_text(json.dumps(whole, indent=1) + "\n")
+
+
+def command_of(script):
+    """What of its command stands behind START: the ranks, the script, its flags."""
+    _, ranks, flags, _ = TASK[script]
+    return " ".join([f"--nproc_per_node {ranks} tasks/{script}.py", *flags])
 
 
 def worst(checks, pattern):
@@ -127,16 +133,15 @@ def head(*titles):
 def summary(report):
     """Each task in a line: of all its differences from the single rank the largest."""
     rows = head("task", "command", "checks", "farthest off in float64", *DTYPES, "status")
-    for script, (title, ranks, flags, claims) in TASK.items():
+    for script, (title, _, _, claims) in TASK.items():
         of = report["tasks"][script]
         names = [claim for claim, pattern in claims if (claim, pattern) not in (GOLDEN, LAST_LOSS)]
         worst = [max((of[d][n] for n in names), key=lambda c: c["measured"]) for d in DTYPES]
-        command = " ".join([f"--nproc_per_node {ranks} tasks/{script}.py", *flags])
         count = sum(claim["checks"] for claim in of[DTYPES[0]].values())
         passed = all(claim["passed"] for dtype in DTYPES for claim in of[dtype].values())
         cells = [f"{claim['measured']:.0e}" for claim in worst] + ["ok" if passed else "**FAILED**"]
-        rows.append(f"| **{title}** | `{command}` | {count} | {worst[0]['for_example']} | "
-                    f"{' | '.join(cells)} |")  # fmt: skip
+        cells = [f"`{command_of(script)}`", str(count), worst[0]["for_example"], *cells]
+        rows.append(f"| **{title}** | {' | '.join(cells)} |")
     return [*rows, "", on(report, f"model `{report['model']}`, {report['backend']}")]
 
 
@@ -144,9 +149,8 @@ def checks(report):
     """Each task's claims: the difference that came nearest to its tolerance, and that tolerance."""
     measured = [f"{dtype}: measured (allowed)" for dtype in DTYPES]
     rows = head("task", "claim", "printed as `check ...`", *measured, "status")
-    for script, (title, ranks, flags, claims) in TASK.items():
-        command = " ".join([f"--nproc_per_node {ranks} tasks/{script}.py", *flags])
-        rows.append(f"| **{title}** | `{command}` | | | | |")
+    for script, (title, _, _, claims) in TASK.items():
+        rows.append(f"| **{title}** | `{command_of(script)}` | | | | |")
         for claim, _ in claims:
             of = [report["tasks"][script][dtype][claim] for dtype in DTYPES]
             cells = ["the same bits" if not c["allowed"] and not c["measured"] else
@@ -297,12 +301,13 @@ def filled_in():
         lines = make(json.loads(path.read_text()) if path.exists() else None)
         begin = f"<!-- {name}, by figures/report.py of figures/{file} -->\n"
         end = f"<!-- end of {name} -->\n"
-        places = [page for page, text in texts.items() for _ in range(text.count(begin))]
-        if len(places) != 1 or texts[places[0]].count(end) != 1:
+        counts = {page: text.count(begin) for page, text in texts.items()}
+        page = max(counts, key=counts.get)
+        if sum(counts.values()) != 1 or texts[page].count(end) != 1:
             sys.exit(f"error: the table {name} has no place in the pages, or several")
-        before, rest = texts[places[0]].split(begin)
+        before, rest = texts[page].split(begin)
         table = "".join(f"{line}\n" for line in lines)
-        texts[places[0]] = before + begin + table + end + rest.split(end)[1]
+        texts[page] = before + begin + table + end + rest.split(end)[1]
     return texts
 
 

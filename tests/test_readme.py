@@ -24,13 +24,12 @@ NUMBER = r"(?<![\w.])-?\d[\d,]*\.?\d*(?:e[+-]?\d+)?"
 START = "OMP_NUM_THREADS=1 torchrun --standalone "
 OWN = rf"{START}--nproc_per_node (\d) tasks/(\w+)\.py([^\\]*)"
 # Each task's own command, which test_tasks.py runs, and what is shown of what that prints.
-OUTPUTS = {path.stem: path.read_text() for path in (FIGURES / "outputs").iterdir()}
-OWN_COMMANDS = {name: text.split("\n")[0].removeprefix("$ ") for name, text in OUTPUTS.items()}
-SHOWN = {
-    name: (int(re.fullmatch(OWN, command)[1]), re.fullmatch(OWN, command)[3].split(),
-           OUTPUTS[name].split("\n", 1)[1])
-    for name, command in OWN_COMMANDS.items()
-}  # fmt: skip
+SHOWN, OWN_COMMANDS = {}, []
+for path in (FIGURES / "outputs").iterdir():
+    command, printed = path.read_text().removeprefix("$ ").split("\n", 1)
+    nproc, script, flags = re.fullmatch(OWN, command).groups()
+    SHOWN[script] = int(nproc), flags.split(), printed
+    OWN_COMMANDS.append(command)
 # The others, which would take long as they stand: the same with less to do.
 LESS = [
     (r"--model random/\S+", "--model tiny"), (r"--num-layers \d+", ""),
@@ -39,7 +38,7 @@ LESS = [
 OTHERS = {
     command.replace("\\\n", " "): printed
     for command, printed in [(c, "") for c in re.findall(rf"`({START}[^`]*)`", TEXT)] + FENCED
-    if command.startswith(START) and command.rstrip() not in OWN_COMMANDS.values()
+    if command.startswith(START) and command.rstrip() not in OWN_COMMANDS
 }
 
 
@@ -108,7 +107,7 @@ def test_every_task_is_shown():
     """By the README's command, and in a file that it points to."""
     assert SHOWN.keys() == set(launch.SCRIPTS)
     fenced = [command.rstrip() for command, _ in FENCED]
-    assert all(fenced.count(command) == 1 for command in OWN_COMMANDS.values())
+    assert all(fenced.count(command) == 1 for command in OWN_COMMANDS)
     assert all(f"(figures/outputs/{script}.txt)" in TEXTS[PAGES[0]] for script in SHOWN)
     assert all("Tests passed (rank=0)" in printed for *_, printed in SHOWN.values())
 
