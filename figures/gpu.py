@@ -39,8 +39,9 @@ DTYPES = "float32", "bfloat16", "float64"
 # Without timed repetitions, which are for several ranks.
 QUICK = {name: ["--repeats", 0] for name in
          ("tp_llama", "dtensor_llama", "kv_cache", "ulysses_forward")}  # fmt: skip
-# Dense bfloat16 TFLOP/s that the makers' data sheets give.
-PEAKS = {"H100 PCIe": 756, "H100": 989, "H200": 989, "A100": 312, "L40S": 362, "L4": 121}
+# Dense bfloat16 TFLOP/s that the makers' data sheets give, by words of the GPU's name.
+PEAKS = {"H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "H200": 989, "A100": 312, "L40S": 362,
+         "L4": 121}  # fmt: skip
 
 
 @dataclass
@@ -74,7 +75,10 @@ def parts(device):
     """All of it."""
     on_gpu = device == "cuda"
     small, place = ["--model", "random/small"], ["--device", device]
-    large = ["--model", "random/llama-3.2-1b", "--dtype", "bfloat16"] if on_gpu else small
+    # Before compute capability 8.0 no kernel gives what Task 5's techniques need in bfloat16.
+    new = on_gpu and torch.cuda.get_device_capability() >= (8, 0)
+    dtype = "bfloat16" if new else "float32"
+    large = ["--model", "random/llama-3.2-1b", "--dtype", dtype] if on_gpu else small
     shared = ["--share-gpus"] if on_gpu else []
     test = ["-m", "pytest", "-q", "-rs", "tests/test_tasks.py", "tests/test_long_sequence.py"]
     test += [*(["-n", 4] if importlib.util.find_spec("xdist") else []), "-k"]
@@ -152,6 +156,7 @@ def drive(step, out, device):
     """Run what is missing of a step, or of all; the names of what failed."""
     from draw import draw_gpu  # which wants the report's words, and the report this table
 
+    refuse_mixture(out, here_and_now(device, 1))
     failed = []
     for number in STEPS if step is None else [step]:
         of_step, begin = [part for part in parts(device) if part.step == number], time.monotonic()
@@ -184,6 +189,13 @@ def drive(step, out, device):
 # ---------------------------------------------------------------- what was seen
 
 
+def refuse_mixture(out, here):
+    """What another machine or GPU showed must not stand beside what this one shows."""
+    earlier = out / "gpu.json"
+    if earlier.exists() and json.loads(earlier.read_text())["machine"] != here["machine"]:
+        sys.exit(f"error: {out} is of another machine: name another folder with OUT=, or remove it")
+
+
 def record(out, device):
     """gpu.json: of every part that was run, in a few words, what its file says; and the files."""
     seen, records = {}, []
@@ -209,6 +221,9 @@ def table(data):
         words = "; ".join(f"{name}: {said}" for name, said in seen.items()) or "not run"
         lines.append(f"| {number} | {what} | {words} |")
     if data:
+        lines += ["", "(FLOP are those executed: 2 a weight and token forward, 4 backward, and "
+                  "attention's 2 and 5 products of the causal half. They are divided by the whole "
+                  "step's time.)"]  # fmt: skip
         on = data["machine"]["gpus"] or [data["machine"]["cpu"]]
         lines += ["", f"({data['date']}, {on[0]}, PyTorch {data['torch']})"]
     return lines
@@ -241,7 +256,7 @@ def summary_of_step(data):
         return came
     rate = sum(data["attention_flop"].values()) / data["step_s"] / 1e12
     more = ", extrapolated" if data["extrapolated"] else ""
-    return (f"{data['step_s']:.0f} s{more}, attention alone {rate:.0f} TFLOP/s of that; "
+    return (f"{data['step_s']:.0f} s{more}, {rate:.0f} TFLOP/s by attention's FLOP alone; "
             f"peak {data['peak_bytes'] / 2**30:.1f} GiB")  # fmt: skip
 
 
@@ -259,8 +274,8 @@ def summary_of_speed(run, data):
     seconds = sorted(a + b for a, b in zip(laps["forward"], laps["backward"], strict=True))
     median = seconds[len(seconds) // 2]
     rate = (6 * weights * T + sum(attention_flop(c, T).values())) / median / 1e12
-    gpus = data["machine"]["gpus"]
-    peak = next((peak for name, peak in PEAKS.items() if gpus and name in gpus[0]), None)
+    on = " ".join(data["machine"]["gpus"]) if data["dtype"] == "bfloat16" else ""
+    peak = next((peak for name, peak in PEAKS.items() if re.search(rf"\b{name}\b", on)), None)
     share = f", {rate / peak:.0%} of {peak}" if peak else ""
     return f"{T} tokens: {median:.3f} s, {T / median:,.0f} tokens/s, {rate:.1f} TFLOP/s{share}"
 

@@ -187,7 +187,8 @@ def main():
     args = parser.parse_args()
     source, device = Source(args.model), torch.device(args.device)
     config = source.config
-    element, gpus = {"float32": 4, "bfloat16": 2}[args.dtype], torch.cuda.device_count()
+    element = {"float32": 4, "bfloat16": 2}[args.dtype]
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if args.device == "cuda" and not gpus:
         parser.error("--device cuda: PyTorch sees no GPU")
     args.budgets = args.budgets or ([64, 256] if args.device == "cpu" else [1024])

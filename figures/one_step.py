@@ -23,10 +23,11 @@ sys.path.insert(0, str(HERE.parent / "tasks"))
 
 from memory import saved_outputs
 from memory.finetune import default_tile_mib, load
-from memory.long_sequence import Techniques
+from memory.long_sequence import Techniques, possible
 from records import attention_flop, here_and_now
 from ulysses_finetune import forward_backward
 from ulysses_forward import sequence_parallelize
+from utils.errors import UserError
 from utils.flags import make_parser, positive
 from utils.job import start
 from utils.measure import peak_memory_of_process
@@ -87,6 +88,8 @@ def main():
         config, layers = run.source.config, len(base_of(model).model.layers)
         tile = default_tile_mib(run.device) * 2**20
         techniques = Techniques(offload=args.offload, tile_bytes=tile)
+        if why := possible(base_of(model), techniques)[1]:
+            raise UserError(f"{why}: not all techniques that this step is to show are possible")
         ids = torch.randint(config.vocab_size, (1, args.positions - 32), device=run.device)
         record = here_and_now(run.device.type, 1) | {
             "model": args.model, "dtype": args.dtype, "device": run.device.type,

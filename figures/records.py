@@ -45,7 +45,8 @@ def machine(device="cpu", ranks=0):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
                 name = line.split(":")[1].strip()
-    gpus = [torch.cuda.get_device_name(i) for i in range(ranks if device == "cuda" else 0)]
+    used = min(ranks, torch.cuda.device_count()) if device == "cuda" else 0  # some may be shared
+    gpus = [torch.cuda.get_device_name(i) for i in range(used)]
     return {"cpu": name, "cores": os.cpu_count(), "gpus": gpus}
 
 

@@ -163,7 +163,8 @@ def profile(run, function):
 
 def drive(args):
     """Start every combination, one after another, and write all records into one file."""
-    on_gpu = torch.cuda.device_count() >= max(args.ranks)  # all of it, or nothing
+    # All of it, or nothing; and GPUs are counted without a driver that works, too.
+    on_gpu = torch.cuda.is_available() and torch.cuda.device_count() >= max(args.ranks)
     if not on_gpu:
         if torch.cuda.device_count():
             print(f"note: fewer GPUs than {max(args.ranks)}: all on CPU (see --ranks)", flush=True)

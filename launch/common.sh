@@ -58,6 +58,7 @@ device=()
 count_gpus() {  # count_gpus ELSE: NPROC is the GPUs', or so many
     local found
     found=$(gpus)
+    [[ " ${flags[*]-} " =~ \ --device[\ =]cpu\  ]] && found=0  # they are not to be used
     if [[ -z ${NPROC-} && $found -gt 0 ]]; then
         device=(--device cuda)  # a rank for each, or an error: not as many on the CPU
     fi

@@ -26,7 +26,7 @@ import launch
 from conftest import make_llama
 from test_bad_input import DAMAGE, change_tensors
 from test_planted_bugs import plant
-from test_tasks import QUICK
+from test_tasks import ON_GPUS, QUICK
 from utils import watchdog
 
 PARTS = [launch.ROOT / name for name in ("README.md", "tasks", "figures")]
@@ -195,10 +195,9 @@ def stressed(scripts, kept=(FIRST, "ulysses_finetune")):
 class Working:
     """A script under torchrun that works until it is stopped; the processes of a job."""
 
-    def __init__(self, script, *args, nproc=2, env=None, folder=launch.TASKS):
+    def __init__(self, script, *args, nproc=2, env=None, folder=launch.TASKS, device="cpu"):
         self.job, (script, *flags) = uuid.uuid4().hex, script.split()
-        # On a GPU NCCL's own watchdog ends ranks that wait, and names nobody.
-        args = [*ENDLESS[script], *flags, *args, "--device", "cpu"]
+        args = [*ENDLESS[script], *flags, *args, "--device", device]
         words = launch.command(folder / f"{script}.py", *args, nproc=nproc)
         self.agent = subprocess.Popen(
             words, env=launch.environment(self.job, env), cwd=launch.ROOT,
@@ -257,6 +256,20 @@ def test_stopped(script):
     assert result.code and not result.survivors, result.tail()
     assert len(result.errors()) == 1, result.tail()
     assert "rank 1 did not come, in 4 s, to what rank 0 waited for at" in result.errors()[0]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than 2 GPUs: no ends on NCCL")
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("script", ENDLESS)
+def test_nccl_ends(script, number):
+    """As on a CPU: a killed rank ends the job, a stopped one is named as well."""
+    with Working(script, "--timeout", 4, device="cuda", env=ON_GPUS) as job:
+        job.rank(1).send_signal(number)
+        result = job.end(15)
+    assert result.code and not result.survivors, result.tail()
+    if number == signal.SIGSTOP:
+        (line,) = result.errors()
+        assert "rank 1 did not come, in 4 s, to what rank 0 waited for at" in line
 
 
 @pytest.mark.stress
@@ -406,6 +419,18 @@ def test_one_failure_is_one_line(tmp_path):
     result = launch.torchrun(tmp_path / "ulysses_finetune.py", *args, nproc=3)
     assert result.code and result.seconds < 60 and not result.survivors, result.tail()
     assert len(result.errors()) == 1 and "A smaller --lr may help" in result.err, result.tail()
+
+
+@pytest.mark.stress
+def test_memory_of_one_rank(tmp_path):
+    """It runs out on one rank alone, while the other waits for it."""
+    line = "        loss = forward_backward(model, batches(i), norms=norms)\n"
+    worse = "        if i == 3 and run.rank:\n            raise torch.OutOfMemoryError('planted')\n"
+    plant(tmp_path, "ulysses_finetune.py", line, worse + line)
+    args = ["--steps", 60, "--check-steps", 0, "--seq-len", 32]
+    result = launch.torchrun(tmp_path / "ulysses_finetune.py", *args, nproc=2)
+    assert result.code and result.seconds < 40 and not result.survivors, result.tail()
+    assert len(result.errors()) == 1 and "out of memory: 1 x 64" in result.err, result.tail()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here PyTorch can use the GPU")

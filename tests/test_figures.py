@@ -61,6 +61,7 @@ def test_gpus_are_named_that_were_used(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda i: f"GPU {i}")
     assert records.machine()["gpus"] == records.machine("cpu", 2)["gpus"] == []
     assert records.machine("cuda", 1)["gpus"] == ["GPU 0"]
+    assert records.machine("cuda", 5)["gpus"] == ["GPU 0", "GPU 1"]  # ranks share them
 
 
 def test_bytes_of_the_comparison():
@@ -272,6 +273,9 @@ def test_steps_of_gpu(tmp_path, monkeypatch, capfd):
     assert all(said in seen for said in SAID) and picture.stat().st_size > 10_000
     assert gpu.drive(3, tmp_path, "cpu") == ["fails"]
     assert "1 of 3 to run" in capfd.readouterr().out and "fails" not in seen
+    monkeypatch.setattr(gpu, "here_and_now", lambda *_: {"machine": "another"})
+    with pytest.raises(SystemExit, match="is of another machine"):
+        gpu.drive(3, tmp_path, "cpu")
 
 
 @pytest.mark.stress

@@ -44,6 +44,9 @@ def test_dry_run(name):
     for setting in ("OMP_NUM_THREADS=1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1",
                     "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=100"):  # fmt: skip
         assert setting in result.out
+    result = launch.run(words, env=env | {"IFACE": "eth1"})
+    # NCCL takes a name for the beginning of one; "=" is for no other than that.
+    assert ("NCCL_SOCKET_IFNAME==eth1 " in result.out) == (name != "single_node.sh"), result.tail()
 
 
 @pytest.mark.parametrize(
@@ -59,6 +62,10 @@ def test_ranks_by_visible_gpus(visible, ranks):
     assert ("tp_llama.py --device cuda --seed 1" in result.out) == on_gpus, result.tail()
     result = launch.run(words, env=FAST | {"NPROC": "2", "CUDA_VISIBLE_DEVICES": visible})
     assert "tp_llama.py --seed 1" in result.out, result.tail()
+    env = FAST | {"NPROC": "", "CUDA_VISIBLE_DEVICES": visible}
+    for cpu in (["--device", "cpu"], ["--device=cpu"]):  # no rank on the CPU for each GPU
+        result = launch.run([*words, *cpu], env=env)
+        assert "--nproc_per_node 2 " in result.out and "cuda" not in result.out, result.tail()
 
 
 @pytest.mark.parametrize("name", ["single_node.sh", "multi_node.sh", "slurm.sbatch"])

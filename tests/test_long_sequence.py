@@ -267,19 +267,39 @@ def test_memory_does_not_grow_with_the_logits(tmp_path):
     assert peaks[1] - peaks[0] < 300 * 32000 * 4 / 2, peaks
 
 
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "capability", "left"),
+    [
+        (torch.bfloat16, 64, (8, 0), "saved-outputs"), (torch.bfloat16, 64, (7, 5), "checkpoint"),
+        (torch.bfloat16, 264, (9, 0), "checkpoint"), (torch.float32, 264, (7, 5), "saved-outputs"),
+        (torch.float32, 12, (9, 0), "checkpoint"), (torch.float64, 64, (9, 0), "checkpoint"),
+    ],
+)  # fmt: skip
+def test_kernels_that_a_gpu_has(dtype, head_dim, capability, left, monkeypatch):
+    """Where none gives log-sum-exps, layers are recomputed, and that is said."""
+    sizes = dict(hidden_size=8, num_attention_heads=2, num_hidden_layers=1, head_dim=head_dim)
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=8, intermediate_size=8, **sizes)).to(dtype)
+    assert possible(model, Techniques())[0].backward == "saved-outputs"  # on a CPU
+    monkeypatch.setattr(LlamaForCausalLM, "device", torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    techniques, why = possible(model, Techniques())
+    assert techniques.backward == left and (why is None) == (left == "saved-outputs")
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: a CPU's bits are always alike")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_same_bits_on_a_gpu(dtype, tmp_path):
-    """With --deterministic a second run ends in the same adapter."""
+    """With --deterministic a second run, which is resumed on its way, ends in the same adapter."""
     path, digests = tmp_path / "record.json", []
-    for _ in range(2):
+    out = ["--output-dir", tmp_path / "out"]
+    for more in ([], [*out, "--steps", 3], [*out, "--resume"]):
         result = launch.torchrun(
-            SCRIPT, "--device", "cuda", "--deterministic", "--dtype", dtype, "--steps", 6,
+            SCRIPT, "--device", "cuda", "--deterministic", "--dtype", dtype, "--steps", 6, *more,
             "--check-steps", 1, "--json", path, nproc=1, env=launch.ONE_GPU,
         )  # fmt: skip
         assert result.code == 0, result.tail()
         digests.append(json.loads(path.read_text())["results"]["sha256"])
-    assert digests[0] == digests[1]
+    assert digests[0] == digests[2] != digests[1]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
@@ -287,6 +307,8 @@ def test_same_bits_on_a_gpu(dtype, tmp_path):
 @pytest.mark.parametrize("offload", [False, True])
 def test_gpu_kernels(dtype, offload, alone):
     """The log-sum-exp kernels of a GPU, and host memory, against whole layers under autograd."""
+    if dtype == torch.bfloat16 and torch.cuda.get_device_capability() < (8, 0):
+        pytest.skip("this GPU has no such kernel for bfloat16")
     torch.manual_seed(0)
     sizes = dict(hidden_size=64, num_attention_heads=8, num_key_value_heads=2)
     config = LlamaConfig(vocab_size=61, intermediate_size=96, num_hidden_layers=5, **sizes)

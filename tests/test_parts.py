@@ -7,6 +7,7 @@ import json
 import os
 import re
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -175,6 +176,20 @@ def test_fewer_gpus_than_ranks(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     assert environment.choose_device("auto") == (CPU, None)
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_gpus_that_differ(same, monkeypatch):
+    """Their bits may; that is said, and not refused."""
+    names = iter(["GPU A", "GPU A" if same else "GPU B"])
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: next(names))
+    store, args = torch.distributed.HashStore(), SimpleNamespace(timeout=9)
+    with ThreadPoolExecutor(2) as ranks:
+        agreed = [ranks.submit(environment.agree, store, rank, 2, args, torch.device("cuda", 0))
+                  for rank in range(2)]  # fmt: skip
+    for rank in agreed:
+        notes = [note for note in rank.result()[0] if "different GPUs" in note]
+        assert notes == [] if same else "GPU B from rank" in notes[0]
 
 
 SHORT_OF_MEMORY = [

@@ -40,12 +40,13 @@ class SavedOutputs(torch.autograd.Function):
         last, ctx.kept = len(stack.layers) - 1, {}
         for number, layer in enumerate(stack.layers):
             flats, needed = run_attention(stack, layer, x)
+            lses = [rest.pop(0) for rest in needed if rest]
             ctx.needed.append(needed)
             if 0 < number == last:  # its backward comes first, with room for this
                 ctx.kept[last] = ctx.saved.away([x])
             x = finish_all(stack, layer, x, flats, x if 0 < number < last else None)
-            ctx.saved.put(flats)
-            del flats
+            ctx.saved.put(flats, lses)
+            del flats, lses
         with torch.enable_grad():
             hidden = x.detach().requires_grad_()
             loss = loss_of(hidden)
@@ -69,8 +70,8 @@ class SavedOutputs(torch.autograd.Function):
         d.mul_(grad)  # and written over from here on
         for number in reversed(range(len(stack.layers))):
             x = rebuild(stack, number, kept, saved)
-            flats = saved.pop(max((at for at in kept if at < number), default=0))
-            layer_backward(stack, stack.layers[number], x, flats, needed.pop(), d, sums)
+            flats, lses = saved.pop(max((at for at in kept if at < number), default=0))
+            layer_backward(stack, stack.layers[number], x, flats, lses, needed.pop(), d, sums)
             del x
         return d, None, None, *(sums[p].to(p.dtype) for p in stack.parameters), *others
 
@@ -135,10 +136,10 @@ def rebuild(stack, number, kept, saved):
     return x
 
 
-def layer_backward(stack, layer, x, flats, needed, d, sums):
+def layer_backward(stack, layer, x, flats, lses, needed, d, sums):
     """Turn d, the gradient behind a layer, into that before it, in place; `attend` is not run.
 
-    sums: {parameter: its gradient}, which is added to. flats and needed are freed on the way.
+    sums: {parameter: its gradient}, which is added to. flats, lses and needed are freed on the way.
     """
     parameters = [p for p in layer.parameters() if p.requires_grad]
 
@@ -170,7 +171,8 @@ def layer_backward(stack, layer, x, flats, needed, d, sums):
         q, k, v = qkv_of_heads(stack, layer, x, turn)
         o, flats[i] = stack.to_heads(flats[i], counts), None
         do, grads[i] = stack.to_heads(grads[i], counts), None
-        dqkv = [*attend_backward(do, q, k, v, o, *needed[i])] if q.shape[1] else [q, k, v]
+        some = q.shape[1]  # heads of this rank
+        dqkv = [*attend_backward(do, q, k, v, o, lses.pop(0), *needed[i])] if some else [q, k, v]
         del q, k, v, o, do
         needed[i] = None
         counts = stack.counts(turn, keys=2)
@@ -278,24 +280,24 @@ class Saved:
         torch.cuda.current_stream().wait_event(coming[0])
         return coming[1]
 
-    def put(self, tensors):
-        """Keep the next layer's."""
-        self.layers.append(self.away(tensors))
+    def put(self, tensors, last):
+        """Keep the next layer's. last: what only `pop` is asked for."""
+        self.layers.append(self.away([*tensors, *last]))
+        self.count = len(tensors)
 
     def get(self, number, ahead):
         """A layer's; `ahead` is the one that will be asked for next."""
         if not self.stream:
-            return self.layers[number]
-        coming = self.coming.pop(number, None) or self.start(self.layers[number])
+            return self.layers[number][: self.count]
+        coming = self.coming.pop(number, None) or self.start(self.layers[number][: self.count])
         tensors = self.arrived(coming)
         for other in list(self.coming):  # not asked for after all
             self.arrived(self.coming.pop(other))
         if ahead != number:
-            self.coming[ahead] = self.start(self.layers[ahead])
+            self.coming[ahead] = self.start(self.layers[ahead][: self.count])
         return tensors
 
     def pop(self, ahead):
-        """The last layer's, which are forgotten."""
+        """The last layer's, and what was put beside them as `last`; they are forgotten."""
         tensors = self.get(len(self.layers) - 1, ahead)
-        self.layers.pop()
-        return tensors
+        return tensors, self.back(self.layers.pop()[self.count :])
