@@ -32,29 +32,28 @@ TURNS, BLOCK = 9, 30  # sums in a block; the first block of each only warms up
 GROUPS = "shared memory", "gloo"
 
 
-def measure(args):
+def measure(run, args):
     """Seconds of each sum: {"8" (KiB): {group: [s, ...]}}, after a check of what it gives."""
-    with start(args) as run:
-        if dist.get_backend() != NAME:
-            raise UserError(f"this is about shared memory, not {dist.get_backend()}")
-        groups = dict(zip(GROUPS, (run.group, dist.new_group(backend="gloo")), strict=True))
-        for kib in args.kib:
-            x = torch.randn(kib * 256)
-            first, second = (x.clone() for _ in groups)
-            dist.all_reduce(first, group=groups["shared memory"])
-            dist.all_reduce(second, group=groups["gloo"])
-            run.check(f"a sum of {kib} KiB", [(first, second)], tolerance=1e-5)
-            laps = {name: [] for name in groups}
-            for turn in range(1 + args.turns):
-                for name, group in groups.items():
-                    dist.barrier()
-                    for _ in range(args.block):
-                        begin = time.perf_counter()
-                        dist.all_reduce(x, group=group)
-                        if turn:
-                            laps[name].append(time.perf_counter() - begin)
-                        x.div_(run.world_size)  # else it would grow beyond all bounds
-            run.results[str(kib)] = laps
+    if dist.get_backend() != NAME:
+        raise UserError(f"this is about shared memory, not {dist.get_backend()}")
+    groups = dict(zip(GROUPS, (run.group, dist.new_group(backend="gloo")), strict=True))
+    for kib in args.kib:
+        x = torch.randn(kib * 256)
+        first, second = (x.clone() for _ in groups)
+        dist.all_reduce(first, group=groups["shared memory"])
+        dist.all_reduce(second, group=groups["gloo"])
+        run.check(f"a sum of {kib} KiB", [(first, second)], tolerance=1e-5)
+        laps = {name: [] for name in groups}
+        for turn in range(1 + args.turns):
+            for name, group in groups.items():
+                dist.barrier()
+                for _ in range(args.block):
+                    begin = time.perf_counter()
+                    dist.all_reduce(x, group=group)
+                    if turn:
+                        laps[name].append(time.perf_counter() - begin)
+                    x.div_(run.world_size)  # else it would grow beyond all bounds
+        run.results[str(kib)] = laps
 
 
 def drive(args):
@@ -90,7 +89,7 @@ def main():
         path = HERE / "collectives.json"
         flag("--output", type=Path, default=path, help="default %(default)s")
     args = parser.parse_args()
-    (measure if ranked else drive)(args)
+    start(args, measure) if ranked else drive(args)
 
 
 if __name__ == "__main__":

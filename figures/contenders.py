@@ -124,7 +124,7 @@ def split(run, techniques):
     }
     models = {}
     for name, technique in made.items():
-        models[name] = run.source.load_model(run.dtype, run.device, technique.parallelize)
+        models[name] = run.load_model(technique.parallelize)
         if (other := name.removesuffix(", gloo")) != name and other in models:
             pairs = zip(*(local_weights(models[n]) for n in (name, other)), strict=True)
             for weight, same in pairs:

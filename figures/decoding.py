@@ -56,33 +56,36 @@ def main():
     add("--new-tokens", type=positive, default=32, help="tokens to generate; default 32")
     add("--prompt-len", type=positive, default=128, help="tokens before them; default 128")
     add("--repeats", type=positive, default=7, help="timed generations of each; default 7")
-    args = parser.parse_args()
-    with start(args) as run, torch.no_grad():
-        if dist.get_backend() != NAME:
-            raise UserError(f"this is about shared memory, not {dist.get_backend()}: --device cpu")
-        run.results |= here_and_now(run.device.type, run.world_size)
-        source, threads = run.source, torch.get_num_threads()
-        reference = source.load_model(run.dtype, run.device) if run.rank == 0 else None
-        made, models = split(run, args.techniques)
-        ids = run.broadcast(torch.randint(source.config.vocab_size, (1, args.prompt_len)))
+    start(parser.parse_args(), measure)
 
-        def tokens(of, choose):
-            return generate(of, ids, ids * 0 + 1, args.new_tokens, choose, DynamicCache())
 
-        references = run.references(reference)
-        (expected,) = run.expect(lambda of: [tokens(of, choose_whole)], references)
-        for name, model in models.items():
-            actual = tokens(model, made[name].choose)
-            run.check(f"generated tokens, {name}", [(actual, expected[0])], tolerance=0.0)
+@torch.no_grad()
+def measure(run, args):
+    """Seconds of each contender, after a check of what it gives."""
+    if dist.get_backend() != NAME:
+        raise UserError(f"this is about shared memory, not {dist.get_backend()}: --device cpu")
+    run.results |= here_and_now(run.device.type, run.world_size)
+    threads, reference = torch.get_num_threads(), run.load_model() if run.rank == 0 else None
+    made, models = split(run, args.techniques)
+    ids = run.broadcast(torch.randint(run.source.config.vocab_size, (1, args.prompt_len)))
 
-        job = ids, args.new_tokens
-        every = {"one rank": partial(generation, reference, *job, choose_whole, threads_alone(run))}
-        for name, model in models.items():
-            every[name] = partial(generation, model, *job, made[name].choose, threads)
-        if "hand-made" in models:
-            apart = partial(without_collectives, every["hand-made"])
-            every["hand-made, without collectives"] = apart
-        say_times(run, interleave(run, every, args.repeats), args.new_tokens)
+    def tokens(of, choose):
+        return generate(of, ids, ids * 0 + 1, args.new_tokens, choose, DynamicCache())
+
+    references = run.references(reference)
+    (expected,) = run.expect(lambda of: [tokens(of, choose_whole)], references)
+    for name, model in models.items():
+        actual = tokens(model, made[name].choose)
+        run.check(f"generated tokens, {name}", [(actual, expected[0])], tolerance=0.0)
+
+    job = ids, args.new_tokens
+    every = {"one rank": partial(generation, reference, *job, choose_whole, threads_alone(run))}
+    for name, model in models.items():
+        every[name] = partial(generation, model, *job, made[name].choose, threads)
+    if "hand-made" in models:
+        apart = partial(without_collectives, every["hand-made"])
+        every["hand-made, without collectives"] = apart
+    say_times(run, interleave(run, every, args.repeats), args.new_tokens)
 
 
 if __name__ == "__main__":

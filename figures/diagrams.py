@@ -112,7 +112,7 @@ def one_layer(events):
 
 def record(run, parallelize, reduce, reference, ids):
     """Forward and backward of a parallel model's loss: who holds what, and what happened."""
-    model, attend = run.source.load_model(*run.place, parallelize), ALL_ATTENTION_FUNCTIONS["sdpa"]
+    model, attend = run.load_model(parallelize), ALL_ATTENTION_FUNCTIONS["sdpa"]
     recorder = Recorder(model)
     ALL_ATTENTION_FUNCTIONS["sdpa"] = partial(recorder.attention, attend)
     with recorder:
@@ -151,25 +151,24 @@ def together(ranks):
     return words[0] | {k: [e[k] for e in ranks] for k in ranks[0] if k not in words[0]}
 
 
-def measure(args):
+def measure(run, args):
     """Both techniques, on the ranks of this job."""
-    with start(args) as run:
-        config, group, run.place = run.source.config, run.group, (run.dtype, run.device)
-        reference = run.source.load_model(*run.place) if run.rank == 0 else None
-        ids = run.broadcast(torch.randint(config.vocab_size, (args.batch_size, args.seq_len)))
-        run.results["sizes"] = {
-            "B": args.batch_size, "S": args.seq_len, "H": config.hidden_size,
-            "N": config.num_attention_heads, "K": config.num_key_value_heads,
-            "D": config.head_dim, "F": config.intermediate_size, "V": config.vocab_size,
-            "P": run.world_size, "layers": config.num_hidden_layers,
-        }  # fmt: skip
-        run.results["tp"] = record(
-            run, lambda model: tensor_parallelize(model, group), lambda _: None, reference, ids
-        )
-        run.results["ulysses"] = record(
-            run, lambda model: sequence_parallelize(model, group),
-            lambda tensors: sum_gradients(tensors, group), reference, ids,
-        )  # fmt: skip
+    config, group = run.source.config, run.group
+    reference = run.load_model() if run.rank == 0 else None
+    ids = run.broadcast(torch.randint(config.vocab_size, (args.batch_size, args.seq_len)))
+    run.results["sizes"] = {
+        "B": args.batch_size, "S": args.seq_len, "H": config.hidden_size,
+        "N": config.num_attention_heads, "K": config.num_key_value_heads,
+        "D": config.head_dim, "F": config.intermediate_size, "V": config.vocab_size,
+        "P": run.world_size, "layers": config.num_hidden_layers,
+    }  # fmt: skip
+    run.results["tp"] = record(
+        run, lambda model: tensor_parallelize(model, group), lambda _: None, reference, ids
+    )
+    run.results["ulysses"] = record(
+        run, lambda model: sequence_parallelize(model, group),
+        lambda tensors: sum_gradients(tensors, group), reference, ids,
+    )  # fmt: skip
 
 
 def drive(args):
@@ -193,7 +192,7 @@ def main():
         parser = make_parser(__doc__)
         parser.add_argument("--batch-size", type=positive, default=2, help="default 2")
         parser.add_argument("--seq-len", type=positive, default=64, help="tokens; default 64")
-        measure(parser.parse_args())
+        start(parser.parse_args(), measure)
     else:
         parser = argparse.ArgumentParser(
             description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

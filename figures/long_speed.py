@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tasks"))
 
-from memory.finetune import default_tile_mib, load
+from memory.finetune import adapter_config, default_tile_mib, load
 from memory.long_sequence import Techniques
 from records import here_and_now
 from ulysses_finetune import forward_backward
@@ -35,46 +35,50 @@ def main():
     add("--seq-len", type=positive, default=16384, help="tokens and virtual tokens; default 16384")
     add("--num-virtual-tokens", type=positive, default=32, help="default 32")
     add("--repeats", type=positive, default=7, help="timed steps of each; default 7")
-    args = parser.parse_args()
-    args.peft, args.gradient_checkpointing = "prompt", False
-    with start(args) as run:
-        model = run.together(lambda: load(run, lambda m: sequence_parallelize(m, run.group)))
-        length = args.seq_len - args.num_virtual_tokens
-        ids = run.broadcast(torch.randint(run.source.config.vocab_size, (1, length)))
-        alone, own_threads = dist.new_group([0]), torch.get_num_threads()
-        losses = {}
-        run.results |= here_and_now(run.device.type, run.world_size)
+    start(parser.parse_args(), measure)
 
-        def step(name, group, techniques):
-            if group is run.group or run.rank == 0:
-                with num_threads(own_threads * (run.world_size // group.size())):
-                    losses[name] = forward_backward(model, ids, group, techniques)
-                model.zero_grad()
-            yield "step"
 
-        tile = {"tile_bytes": default_tile_mib(run.device) * 2**20}
-        checkpointing = Techniques("checkpoint", head_groups=False, **tile)
-        selective = Techniques("selective", head_groups=False, **tile)
-        ranks = f"long_sequence.py, {run.world_size} rank(s)"
-        contenders = {
-            "checkpointing, tiled loss and MLP": (alone, checkpointing),
-            "selective checkpoint, tiled loss and MLP": (alone, selective),
-            "long_sequence.py": (alone, Techniques(**tile)),
-            ranks: (run.group, Techniques(**tile)),
-        }
-        steps = {name: partial(step, name, *how) for name, how in contenders.items()}
-        seconds = interleave(run, steps, args.repeats, warmup=1)
-        baseline = next(iter(contenders))
-        dist.all_reduce(losses[ranks])
-        for name in contenders:
-            values = [run.broadcast(losses.get(which)) for which in (name, baseline)]
-            # Two runs are compared here, without a wider one: by 1e-5 of the loss, as ever.
-            bound = None if run.dtype == torch.float64 else 1e-5 * values[1].abs().item()
-            run.check(f"loss: {name}", [values], bound)
-            laps = seconds[name]["step"]
-            of_first = ratio(laps, seconds[baseline]["step"])
-            run.print0(f"{name}: {statistics.median(laps):.2f} s a step, {of_first} of the first")
-            run.results[name] = {"step_s": laps}
+def measure(run, args):
+    """Seconds of each contender's steps, after which their losses are compared."""
+    adapter = adapter_config("prompt", args.num_virtual_tokens)
+    parallelize = partial(sequence_parallelize, group=run.group)
+    model = run.together(lambda: load(run, adapter, parallelize))
+    length = args.seq_len - args.num_virtual_tokens
+    ids = run.broadcast(torch.randint(run.source.config.vocab_size, (1, length)))
+    alone, own_threads = dist.new_group([0]), torch.get_num_threads()
+    losses = {}
+    run.results |= here_and_now(run.device.type, run.world_size)
+
+    def step(name, group, techniques):
+        if group is run.group or run.rank == 0:
+            with num_threads(own_threads * (run.world_size // group.size())):
+                losses[name] = forward_backward(model, ids, group, techniques)
+            model.zero_grad()
+        yield "step"
+
+    tile = {"tile_bytes": default_tile_mib(run.device) * 2**20}
+    checkpointing = Techniques("checkpoint", head_groups=False, **tile)
+    selective = Techniques("selective", head_groups=False, **tile)
+    ranks = f"long_sequence.py, {run.world_size} rank(s)"
+    contenders = {
+        "checkpointing, tiled loss and MLP": (alone, checkpointing),
+        "selective checkpoint, tiled loss and MLP": (alone, selective),
+        "long_sequence.py": (alone, Techniques(**tile)),
+        ranks: (run.group, Techniques(**tile)),
+    }
+    steps = {name: partial(step, name, *how) for name, how in contenders.items()}
+    seconds = interleave(run, steps, args.repeats, warmup=1)
+    baseline = next(iter(contenders))
+    dist.all_reduce(losses[ranks])
+    for name in contenders:
+        values = [run.broadcast(losses.get(which)) for which in (name, baseline)]
+        # Two runs are compared here, without a wider one: by 1e-5 of the loss, as ever.
+        bound = None if run.dtype == torch.float64 else 1e-5 * values[1].abs().item()
+        run.check(f"loss: {name}", [values], bound)
+        laps = seconds[name]["step"]
+        of_first = ratio(laps, seconds[baseline]["step"])
+        run.print0(f"{name}: {statistics.median(laps):.2f} s a step, {of_first} of the first")
+        run.results[name] = {"step_s": laps}
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "tasks"))
 
 from memory import saved_outputs
-from memory.finetune import default_tile_mib, load
+from memory.finetune import adapter_config, default_tile_mib, load
 from memory.long_sequence import Techniques, possible
 from records import attention_flop, here_and_now
 from ulysses_finetune import forward_backward
@@ -41,8 +41,9 @@ class OverTime(Exception):
 class Clock:
     """Seconds since the step began at which each layer was through, forward and backward."""
 
-    def __init__(self, run, write):
-        self.run, self.write, self.begin = run, write, time.perf_counter()
+    def __init__(self, run, limit_s, write):
+        self.run, self.limit_s, self.write = run, limit_s, write
+        self.begin = time.perf_counter()
         self.done = {"run_attention": [], "layer_backward": []}
 
     def timed(self, function, *args):
@@ -53,7 +54,7 @@ class Clock:
         self.done[function.__name__].append(at)
         self.run.print0(f"{function.__name__} {len(self.done[function.__name__])}: {at:.1f} s")
         self.write()
-        if at > self.run.args.limit:
+        if at > self.limit_s:
             raise OverTime
         return result
 
@@ -81,54 +82,56 @@ def main():
     add("--limit", type=positive, default=450, help="seconds, after which it stops behind the "
         "layer that it is at; default 450")  # fmt: skip
     args = parser.parse_args()
-    args.peft, args.num_virtual_tokens, args.gradient_checkpointing = "prompt", 32, False
-    path, args.json = args.json, None
-    with start(args) as run:
-        model = load(run, lambda model: sequence_parallelize(model, run.group))
-        config, layers = run.source.config, len(base_of(model).model.layers)
-        tile = default_tile_mib(run.device) * 2**20
-        techniques = Techniques(offload=args.offload, tile_bytes=tile)
-        if why := possible(base_of(model), techniques)[1]:
-            raise UserError(f"{why}: not all techniques that this step is to show are possible")
-        ids = torch.randint(config.vocab_size, (1, args.positions - 32), device=run.device)
-        record = here_and_now(run.device.type, 1) | {
-            "model": args.model, "dtype": args.dtype, "device": run.device.type,
-            "positions": args.positions, "offload": args.offload, "layers": layers,
-            "attention_flop": attention_flop(config, args.positions), "torch": torch.__version__,
-        }  # fmt: skip
+    path, args.json = args.json, None  # which is written here
+    start(args, partial(measure, path=path))
 
-        def write():
-            step = whole_step(clock.done, layers)
-            record.update(done_s=clock.done, step_s=step and step[0],
-                          extrapolated=bool(step and step[1]))  # fmt: skip
-            if path:
-                part = path.with_name(f".{path.name}.part")
-                part.write_text(json.dumps(record, indent=1) + "\n")
-                part.replace(path)
 
-        few, reference = ids[:, :64], load(run)
-        expected, own = expect_step(run, run.references(reference), few)
-        del reference
-        loss = forward_backward(model, few, run.group, techniques)
-        run.check("loss of 64 tokens", [(loss, *(x.to(loss) for x in expected))], own=own)
-        clock = Clock(run, write)
-        for name in clock.done:
-            function = getattr(saved_outputs, name)
-            setattr(saved_outputs, name, partial(clock.timed, function))
+def measure(run, args, path):
+    """The step, and its record, into path."""
+    adapter = adapter_config("prompt")
+    model = load(run, adapter, partial(sequence_parallelize, group=run.group))
+    config, layers = run.source.config, len(base_of(model).model.layers)
+    tile = default_tile_mib(run.device) * 2**20
+    techniques = Techniques(offload=args.offload, tile_bytes=tile)
+    if why := possible(base_of(model), techniques)[1]:
+        raise UserError(f"{why}: not all techniques that this step is to show are possible")
+    ids = torch.randint(config.vocab_size, (1, args.positions - 32), device=run.device)
+    record = here_and_now(run.device.type, 1) | {
+        "model": args.model, "dtype": args.dtype, "device": run.device.type,
+        "positions": args.positions, "offload": args.offload, "layers": layers,
+        "attention_flop": attention_flop(config, args.positions), "torch": torch.__version__,
+    }  # fmt: skip
 
-        def step():
-            try:
-                record["loss"] = forward_backward(model, ids, run.group, techniques).item()
-            except OverTime:
-                run.print0(f"note: stopped after {args.limit} s; the rest is not measured")
+    def write():
+        step = whole_step(clock.done, layers)
+        record.update(done_s=clock.done, step_s=step and step[0],
+                      extrapolated=bool(step and step[1]))  # fmt: skip
+        if path:
+            part = path.with_name(f".{path.name}.part")
+            part.write_text(json.dumps(record, indent=1) + "\n")
+            part.replace(path)
 
-        record["peak_bytes"] = peak_memory_of_process(run.device, step)
-        write()
-        said = (
-            "nothing of the backward" if record["step_s"] is None else f"{record['step_s']:.1f} s"
-        )
-        run.print0(f"a step of {args.positions:,} positions: {said}"
-                   + (", extrapolated" if record["extrapolated"] else ""))  # fmt: skip
+    few, reference = ids[:, :64], load(run, adapter)
+    expected, own = expect_step(run, run.references(reference), few)
+    del reference
+    loss = forward_backward(model, few, run.group, techniques)
+    run.check("loss of 64 tokens", [(loss, *(x.to(loss) for x in expected))], own=own)
+    clock = Clock(run, args.limit, write)
+    for name in clock.done:
+        function = getattr(saved_outputs, name)
+        setattr(saved_outputs, name, partial(clock.timed, function))
+
+    def step():
+        try:
+            record["loss"] = forward_backward(model, ids, run.group, techniques).item()
+        except OverTime:
+            run.print0(f"note: stopped after {args.limit} s; the rest is not measured")
+
+    record["peak_bytes"] = peak_memory_of_process(run.device, step)
+    write()
+    said = "nothing of the backward" if record["step_s"] is None else f"{record['step_s']:.1f} s"
+    run.print0(f"a step of {args.positions:,} positions: {said}"
+               + (", extrapolated" if record["extrapolated"] else ""))  # fmt: skip
 
 
 if __name__ == "__main__":

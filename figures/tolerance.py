@@ -37,7 +37,7 @@ from ulysses_forward import sequence_parallelize
 from utils.collectives import sum_gradients
 from utils.flags import make_parser, positive
 from utils.job import start
-from utils.model_checks import check_model, make_batch, own_loss
+from utils.model_checks import check_model, make_batch
 from utils.text import own_text
 from utils.tolerance import LIMITS, judge, measure, worst_relative
 
@@ -72,45 +72,48 @@ def work():
     parser.add_argument("--texts", type=positive, default=5, help="for each; default 5")
     parser.add_argument("--batch-size", type=positive, default=2, help="sequences; default 2")
     parser.add_argument("--seq-len", type=positive, default=32, help="tokens of each; default 32")
-    args = parser.parse_args()
-    with start(args) as run:
-        run.exit = lambda code: None  # a refusal is recorded, not the end
-        check, run.wrong = run.check, {}
-        run.check = partial(check_both, run, check)
-        mesh = DeviceMesh.from_group(run.group, run.device.type)
-        techniques = {
-            "Task 2": (partial(tensor_parallelize, group=run.group), None),
-            "Task 3": (partial(dtensor_parallelize, mesh=mesh), None),
-            "Task 4": (partial(sequence_parallelize, group=run.group),
-                       partial(sum_gradients, group=run.group)),
-        }  # fmt: skip
-        tokenizer = run.together(run.source.tokenizer)
-        for number, (name, (parallelize, reduce)) in enumerate(techniques.items()):
-            reference = run.source.load_model(run.dtype, run.device) if run.rank == 0 else None
-            references = run.references(reference)
-            model = run.source.load_model(run.dtype, run.device, parallelize)
-            for seed in range(number, args.texts, len(techniques)):
-                args.seed = seed
-                torch.manual_seed(seed)
-                batch = make_batch(run, run.source, tokenizer, own_text(10**4, seed)[1])
-                with loss_parallel() if name == "Task 3" else torch.enable_grad():
-                    check_model(run, run.source, model, references, batch, own_loss, reduce)
-            del references, reference, model
-            gc.collect()  # their modules hold one another
-        measured = [c for c in run.checks if "times_reference" in c]
-        run.results |= {
-            "measured": len(measured),
-            "refused": [check["name"] for check in run.checks if not check["passed"]],
-            "times": {
-                kind: max(c["times_reference"].get(kind, 0) for c in measured) for kind in LIMITS
-            },
-            "largest": {
-                kind: max(measured, key=lambda c, k=kind: c["times_reference"].get(k, 0))["name"]
-                for kind in LIMITS
-            },
-            "smallest_refused": run.wrong,
-        }
-        run.checks = run.checks[:1]  # the record is for the results
+    start(parser.parse_args(), measure_all)
+
+
+def measure_all(run, args):
+    """The checks of all techniques and texts; what they allow goes to the results."""
+    run.exit = lambda code: None  # a refusal is recorded, not the end
+    check, run.wrong = run.check, {}
+    run.check = partial(check_both, run, check)
+    mesh = DeviceMesh.from_group(run.group, run.device.type)
+    techniques = {
+        "Task 2": (partial(tensor_parallelize, group=run.group), None),
+        "Task 3": (partial(dtensor_parallelize, mesh=mesh), None),
+        "Task 4": (partial(sequence_parallelize, group=run.group),
+                   partial(sum_gradients, group=run.group)),
+    }  # fmt: skip
+    for number, (name, (parallelize, reduce)) in enumerate(techniques.items()):
+        reference = run.load_model() if run.rank == 0 else None
+        references = run.references(reference)
+        model = run.load_model(parallelize)
+        for seed in range(number, args.texts, len(techniques)):
+            run.seed = seed
+            torch.manual_seed(seed)
+            text = own_text(10**4, seed)[1]
+            batch = make_batch(run, args.batch_size, args.seq_len, text)
+            with loss_parallel() if name == "Task 3" else torch.enable_grad():
+                check_model(run, model, references, batch, reduce=reduce)
+        del references, reference, model
+        gc.collect()  # their modules hold one another
+    measured = [c for c in run.checks if "times_reference" in c]
+    run.results |= {
+        "measured": len(measured),
+        "refused": [check["name"] for check in run.checks if not check["passed"]],
+        "times": {
+            kind: max(c["times_reference"].get(kind, 0) for c in measured) for kind in LIMITS
+        },
+        "largest": {
+            kind: max(measured, key=lambda c, k=kind: c["times_reference"].get(k, 0))["name"]
+            for kind in LIMITS
+        },
+        "smallest_refused": run.wrong,
+    }
+    run.checks = run.checks[:1]  # the record is for the results
 
 
 def check_both(run, check, name, pairs=(), *args, **kwargs):

@@ -52,63 +52,61 @@ WAITING = ("nccl", "c10d::", "_c10d_functional::", "CopyToRanks", "SumOverRanks"
 # ---------------------------------------------------------------- one measurement, under torchrun
 
 
-def measure(args):
+def measure(run, args):
     """Everything about the techniques at one length, on the ranks of this job."""
-    with start(args) as run:
-        config, place = run.source.config, (run.dtype, run.device)
-        models = {"single": run.source.load_model(*place) if run.rank == 0 else None}
-        techniques, parallel = split(run, args.techniques)
-        models |= parallel
-        in_files = args.giving_back and run.device.type == "cpu"
-        for model in models.values() if in_files else ():
-            into_file(model)
-        ids = run.broadcast(torch.randint(config.vocab_size, (1, args.seq_len)))
-        threads = dict.fromkeys(models, torch.get_num_threads()) | {"single": threads_alone(run)}
-        contenders = {"single": Single(run), **techniques}
+    config, models = run.source.config, {"single": run.load_model() if run.rank == 0 else None}
+    techniques, parallel = split(run, args.techniques)
+    models |= parallel
+    in_files = args.giving_back and run.device.type == "cpu"
+    for model in models.values() if in_files else ():
+        into_file(model)
+    ids = run.broadcast(torch.randint(config.vocab_size, (1, args.seq_len)))
+    threads = dict.fromkeys(models, torch.get_num_threads()) | {"single": threads_alone(run)}
+    contenders = {"single": Single(run), **techniques}
 
-        def train(name):
-            yield from read_back(models[name] if in_files else None)
-            with contenders[name].context():
-                yield from training_step(models[name], ids, threads[name])
+    def train(name):
+        yield from read_back(models[name] if in_files else None)
+        with contenders[name].context():
+            yield from training_step(models[name], ids, threads[name])
 
-        def decode(name):
-            yield from read_back(models[name] if in_files else None)
-            prompt, choose = ids[:, :PROMPT], contenders[name].choose
-            yield from generation(models[name], prompt, args.new_tokens, choose, threads[name])
+    def decode(name):
+        yield from read_back(models[name] if in_files else None)
+        prompt, choose = ids[:, :PROMPT], contenders[name].choose
+        yield from generation(models[name], prompt, args.new_tokens, choose, threads[name])
 
-        expected, own = expect_loss(run, run.references(models["single"]), ids)
-        for name, technique in techniques.items():
-            with technique.context(), torch.no_grad():
-                loss = models[name](ids, labels=ids).loss
-            run.check(f"{name}: loss", [(loss, *expected)], own=own)
-            formula = technique.formula(
-                config.num_hidden_layers, args.seq_len, config.hidden_size, config.vocab_size,
-                run.world_size, run.dtype.itemsize,
-            )  # fmt: skip
-            phases = train(name)
-            next(phases)
-            send = [partial(next, phases)] * 2
-            both = [bytes_sent(run, each, technique.group) for each in send]
-            list(phases)
-            run.results[name] = {
-                "sent_bytes": [counted for counted, _ in both], "formula_bytes": formula,
-                "wire_bytes": [wire for _, wire in both], "giving_back": args.giving_back,
-                "num_layers": config.num_hidden_layers,
-                "threads": {"single": threads["single"], "parallel": threads[name]},
-            }  # fmt: skip
-        times, profiles = {name: {} for name in models}, {}
-        for task in (train, decode) if args.new_tokens else (train,):
-            parts = {name: partial(task, name) for name in models}
-            timed = interleave(run, parts, args.repeats, 1, not args.giving_back)
-            for name, seconds in timed.items():
-                times[name] |= {k: laps for k, laps in seconds.items() if k != "reading back"}
-        if args.new_tokens:  # the shortest length: both take minutes, and tell the same at others
-            profiles = {name: profile(run, partial(train, name)) for name in models}
-        for name in techniques:
-            sides = {"single": "single", "parallel": name}
-            run.results[name] |= {side: times[of] for side, of in sides.items()}
-            if profiles:
-                run.results[name]["profile"] = {k: profiles[of] for k, of in sides.items()}
+    expected, own = expect_loss(run, run.references(models["single"]), ids)
+    for name, technique in techniques.items():
+        with technique.context(), torch.no_grad():
+            loss = models[name](ids, labels=ids).loss
+        run.check(f"{name}: loss", [(loss, *expected)], own=own)
+        formula = technique.formula(
+            config.num_hidden_layers, args.seq_len, config.hidden_size, config.vocab_size,
+            run.world_size, run.dtype.itemsize,
+        )  # fmt: skip
+        phases = train(name)
+        next(phases)
+        send = [partial(next, phases)] * 2
+        both = [bytes_sent(run, each, technique.group) for each in send]
+        list(phases)
+        run.results[name] = {
+            "sent_bytes": [counted for counted, _ in both], "formula_bytes": formula,
+            "wire_bytes": [wire for _, wire in both], "giving_back": args.giving_back,
+            "num_layers": config.num_hidden_layers,
+            "threads": {"single": threads["single"], "parallel": threads[name]},
+        }  # fmt: skip
+    times, profiles = {name: {} for name in models}, {}
+    for task in (train, decode) if args.new_tokens else (train,):
+        parts = {name: partial(task, name) for name in models}
+        timed = interleave(run, parts, args.repeats, 1, not args.giving_back)
+        for name, seconds in timed.items():
+            times[name] |= {k: laps for k, laps in seconds.items() if k != "reading back"}
+    if args.new_tokens:  # the shortest length: both take minutes, and tell the same at others
+        profiles = {name: profile(run, partial(train, name)) for name in models}
+    for name in techniques:
+        sides = {"single": "single", "parallel": name}
+        run.results[name] |= {side: times[of] for side, of in sides.items()}
+        if profiles:
+            run.results[name]["profile"] = {k: profiles[of] for k, of in sides.items()}
 
 
 def into_file(model):
@@ -272,7 +270,7 @@ def main():
             help="hand freed memory back to the system at once, which makes steps slower, and keep "
             "weights in files: for want of memory",
         )
-        measure(parser.parse_args())
+        start(parser.parse_args(), measure)
     else:
         parser = argparse.ArgumentParser(
             description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -29,28 +29,30 @@ def main():
     add("--batch-size", type=positive, default=1, help="sequences; default 1")
     add("--seq-len", type=positive, default=4096, help="tokens of each; default 4096")
     add("--repeats", type=positive, default=7, help="timed steps of each; default 7")
-    args = parser.parse_args()
-    with start(args) as run:
+    start(parser.parse_args(), measure)
 
-        def parallelize(model):
-            sequence_parallelize(model, run.group)
 
-        def reduce(tensors):
-            sum_gradients(tensors, run.group)
+def measure(run, args):
+    """Time and memory of both, after a check of the loss."""
 
-        run.results |= here_and_now(run.device.type, run.world_size)
-        source, place = run.source, (run.dtype, run.device)
-        reference = source.load_model(*place) if run.rank == 0 else None
-        parallel = source.load_model(*place, parallelize)
-        shape = args.batch_size, args.seq_len
-        ids = run.broadcast(torch.randint(source.config.vocab_size, shape))
-        with torch.no_grad():
-            loss = parallel(ids, labels=ids).loss
-        expected, own = expect_loss(run, run.references(reference), ids)
-        run.check("loss", [(loss, *expected)], own=own)
-        measure_time(run, reference, parallel, ids, reduce)
-        del reference, parallel
-        measure_memory(run, source, parallelize, ids, reduce)
+    def parallelize(model):
+        sequence_parallelize(model, run.group)
+
+    def reduce(tensors):
+        sum_gradients(tensors, run.group)
+
+    run.results |= here_and_now(run.device.type, run.world_size)
+    reference = run.load_model() if run.rank == 0 else None
+    parallel = run.load_model(parallelize)
+    shape = args.batch_size, args.seq_len
+    ids = run.broadcast(torch.randint(run.source.config.vocab_size, shape))
+    with torch.no_grad():
+        loss = parallel(ids, labels=ids).loss
+    expected, own = expect_loss(run, run.references(reference), ids)
+    run.check("loss", [(loss, *expected)], own=own)
+    measure_time(run, reference, parallel, ids, args.repeats, reduce)
+    del reference, parallel
+    measure_memory(run, parallelize, ids, reduce)
 
 
 if __name__ == "__main__":

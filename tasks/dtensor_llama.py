@@ -18,7 +18,6 @@ continues a prompt by Hugging Face's own `.generate`, and measures time and memo
 trains both models on one batch, to almost no loss along the same curve.
 """
 
-from fnmatch import fnmatch
 from functools import partial
 
 import torch
@@ -33,19 +32,17 @@ from torch.distributed.tensor.parallel import (
     PrepareModuleInput,
     RowwiseParallel,
     loss_parallel,
-    parallelize_module,
 )
-from transformers import LlamaConfig
 
-from tp_mlp import Block, block_step
+from tp_mlp import block_step, make_demo
 from utils.collectives import SharedLinear, subgroup, sum_over_ranks
 from utils.errors import UserError
-from utils.flags import add_model_flags, make_parser, positive
+from utils.flags import Workload, add_model_flags, make_parser, positive
 from utils.generation import check_continuation, hf_generate
 from utils.job import start
 from utils.model_checks import check_overfitting, show_model
-from utils.models import materialize
 from utils.shards import (
+    apply_plan,
     check_ids,
     keep_shard,
     local_part,
@@ -163,16 +160,6 @@ def dtensor_parallelize(model, mesh, plan=PLAN):
     return model
 
 
-def apply_plan(model, mesh, plan):
-    """parallelize_module, but a name that the model does not have is a UserError, not a warning."""
-    names = [name.split(".") for name, _ in model.named_modules()]
-    for pattern in plan:
-        parts = pattern.split(".")
-        if not any(len(n) == len(parts) and all(map(fnmatch, n, parts)) for n in names):
-            raise UserError(f"the plan names {pattern}, which the model does not have")
-    parallelize_module(model, mesh, plan)
-
-
 class WholeHeads(ParallelStyle):
     """A projection to heads (dim 0) or from heads (dim 1) of which the ranks hold unequal shares.
 
@@ -273,18 +260,10 @@ GOLDEN_INPUT_GRAD = [0.1543, -0.0858, -0.0882, -0.2082, 0.0298, 0.2388]
 
 def show_mlp(run, mesh):
     """The assignment's demo: the plan's MLP entries applied to one MLP."""
-    config = LlamaConfig(hidden_size=1024, intermediate_size=4096, num_attention_heads=1)
     plan = {k.removeprefix("model.layers.*."): s for k, s in PLAN.items() if ".mlp" in k}
-    reference = x = None
-    if run.rank == 0:
-        torch.manual_seed(run.args.seed)
-        reference = run.place(Block(config))  # before x: the golden values need this order
-        x = torch.randn(1, config.hidden_size, dtype=torch.float32)
-    with torch.device("meta"):
-        block = Block(config)
-    apply_plan(block, mesh, plan)
-    materialize(block, run.deal(reference), run.dtype, run.device)
-    x, references = run.broadcast(x).to(run.dtype), run.references(reference)
+    parallelize = partial(apply_plan, mesh=mesh, plan=plan)
+    reference, block, x = make_demo(run, 1024, 4096, parallelize)
+    references = run.references(reference)
     for name, parameter in block.named_parameters():
         kind, local = type(parameter.data), local_part(parameter)
         run.print0(f"{name=},\ttype={kind}\tglobal shape={parameter.shape},\t"
@@ -292,46 +271,42 @@ def show_mlp(run, mesh):
     run.check_weights("MLP", block, references)
     expected = run.expect(lambda block: block_step(block, x), references)
     results = zip(block_step(block, x), expected, strict=True)
-    goldens = GOLDEN_OUTPUTS, GOLDEN_INPUT_GRAD
-    for name, what, golden, (actual, expected) in zip(
-        ("outputs", "input grad"), ("output", "input_grad"), goldens, results, strict=True
-    ):
-        run.show_both(name, expected[0], actual)
-        run.check_allclose("MLP", what, actual, expected[0])
+    goldens = {"outputs": GOLDEN_OUTPUTS, "input grad": GOLDEN_INPUT_GRAD}
+    for (name, golden), (actual, expected) in zip(goldens.items(), results, strict=True):
+        run.show_as_asked("MLP", name, expected[0], actual)
         run.check(f"MLP {name}", [(actual, *expected)])
         run.check_same_bits(f"MLP {name}, same bits on all ranks", actual)
-        if run.args.seed == 1337 and run.dtype != torch.bfloat16:
+        if run.seed == 1337 and run.dtype != torch.bfloat16:
             run.check_golden(name, actual, golden)
     run.check_gradients("MLP:", block, references)
 
 
 def main():
-    parser = make_parser(__doc__)
-    add_model_flags(parser)
+    parser = add_model_flags(make_parser(__doc__))
     parser.add_argument(
         "--overfit", type=positive, nargs="?", const=60, metavar="STEPS",
         help="train on one batch for so many steps; 60 if no number is given; default no training",
     )  # fmt: skip
-    args = parser.parse_args()
-    with start(args) as run, loss_parallel():
-        mesh = DeviceMesh.from_group(run.group, run.device.type)
-        show_mlp(run, mesh)
+    start(parser.parse_args(), show)
 
-        def parallelize(model):
-            dtensor_parallelize(model, mesh)
 
-        def also(tokenizer, prompt, batch, parallel, references):
-            room = run.source.config.max_position_embeddings - prompt.shape[1]
-            for count in (args.new_tokens, min(4 * args.new_tokens, room)):
-                generate = partial(hf_generate, ids=prompt, new_tokens=count)
-                how = f" by .generate, {count}"
-                check_continuation(run, tokenizer, generate, prompt, parallel, references, how)
-            if args.overfit:
-                if run.world_size == 1:
-                    run.announce("one device: one batch is overfitted")
-                check_overfitting(run, parallel, references, batch, args.overfit)
+def show(run, args):
+    """The assignment's MLP; then all checks of the model, its text, time and memory."""
+    mesh = DeviceMesh.from_group(run.group, run.device.type)
+    show_mlp(run, mesh)
 
-        show_model(run, parallelize, also=also)
+    def also(prompt, batch, parallel, references):
+        room = run.source.config.max_position_embeddings - prompt.shape[1]
+        for count in (args.new_tokens, min(4 * args.new_tokens, room)):
+            how = f" by .generate, {count}"
+            check_continuation(run, hf_generate, prompt, count, parallel, references, how)
+        if args.overfit:
+            if run.world_size == 1:
+                run.announce("one device: one batch is overfitted")
+            check_overfitting(run, parallel, references, batch, args.overfit)
+
+    with loss_parallel():
+        show_model(run, Workload.of(args), partial(dtensor_parallelize, mesh=mesh), also=also)
 
 
 if __name__ == "__main__":

@@ -112,10 +112,10 @@ def make_cache(kind, model, kv_heads, batch_size, length):
 # ---------------------------------------------------------------- what is shown with it
 
 
-def check_generation(run, name, model, choose, tokenizer, prompts, expected, references):
+def check_generation(run, name, model, choose, prompts, count, expected, references):
     """Every way to continue the prompts gives the single rank's tokens; the cache is its slice."""
-    (ids, mask), count = prompts, run.args.new_tokens
-    length, config = ids.shape[1] + count, run.source.config
+    (ids, mask), config = prompts, run.source.config
+    length = ids.shape[1] + count
     _, (first, end), _ = shard_heads(
         config.num_attention_heads, config.num_key_value_heads, run.world_size, run.rank
     )
@@ -139,17 +139,17 @@ def check_generation(run, name, model, choose, tokenizer, prompts, expected, ref
         if cache is not None:
             caches[how] = cache
         by = f" by {name}, {how}"
-        check_text(run, tokenizer, tokens, expected, references, mask, by, show=how == "cached")
+        check_text(run, tokens, expected, references, mask, by, show=how == "cached")
 
     # What is left in each cache, and what the model makes of it: the last token's logits.
-    # Padding is cached too, but what it attends to is nobody's business.
+    # Padding is cached too; its positions are ignored.
     real = F.pad(mask, (0, count - 1), value=1)[:, None, :, None]
     S, D = length - 1, model.model.layers[0].self_attn.head_dim  # the last token is not cached yet
     whole, expected = {}, None
     for how, cache in caches.items():
         if expected is None or not results[how].equal(expected):  # after a tie
             expected = results[how]
-            whole = run.expect(lambda m, ids=expected: [*forward(m, ids, mask)], references)
+            whole = run.expect(lambda m, ids=expected: all_at_once(m, ids, mask), references)
         mine = [x[:, :, :S].clone() for x in contents(cache)]
         pairs = [
             (x * real, *(y[:, first:end, :-1] * real for y in all_heads))
@@ -158,8 +158,7 @@ def check_generation(run, name, model, choose, tokenizer, prompts, expected, ref
         run.compare(f"{name}, cached keys and values, slices of the whole", pairs)
         logits = last_logits(model, expected, mask, cache)
         run.compare(f"{name}, cached logits", [(logits, *whole[0])])
-    run.show("Reference outputs", whole[0][0], ranks="0")
-    run.show("TParallel outputs", logits)
+    run.show("outputs", whole[0][0], logits)
     run.check(f"{name}, cached keys and values, slices of the whole")
     run.check(f"{name}, cached logits")
     size = sum(x.nbytes for x in mine)
@@ -181,22 +180,19 @@ def contents(cache):
 
 
 @torch.no_grad()
-def forward(model, ids, mask):
-    """The last token's logits (B, V), and all keys and values, with nothing cached before."""
+def last_logits(model, ids, mask, cache, new=1):
+    """The last token's logits (B, V); the cache holds all tokens but the last `new`."""
     mask = F.pad(mask, (0, ids.shape[1] - mask.shape[1]), value=1)
-    cache, positions = DynamicCache(), (mask.cumsum(-1) - 1).clamp(min=0)
-    logits = model(ids, attention_mask=mask, position_ids=positions, past_key_values=cache).logits
-    return logits[:, -1], *contents(cache)
-
-
-@torch.no_grad()
-def last_logits(model, ids, mask, cache):
-    """The same logits from a cache that holds all tokens but the last."""
-    mask = F.pad(mask, (0, ids.shape[1] - mask.shape[1]), value=1)
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -new:]
     return model(
-        ids[:, -1:], attention_mask=mask, position_ids=mask.sum(-1, keepdim=True) - 1,
-        past_key_values=cache,
-    ).logits[:, -1]  # fmt: skip
+        ids[:, -new:], attention_mask=mask, position_ids=positions, past_key_values=cache
+    ).logits[:, -1]
+
+
+def all_at_once(model, ids, mask):
+    """The same from an empty cache, and all keys and values, which it holds then."""
+    cache = DynamicCache()
+    return last_logits(model, ids, mask, cache, new=ids.shape[1]), *contents(cache)
 
 
 def key(name):
@@ -219,34 +215,28 @@ def say_times(run, seconds, new_tokens):
     for name, phases in seconds.items():
         times = phases["generate"]
         median = statistics.median(times)
-        run.print0(
-            f"time {name}: {median:.4f} s, {new_tokens / median:.1f} tokens/s, "
-            f"median ratio {ratio(times, alone)}"
-        )
+        run.print0(f"time {name}: {median:.4f} s, {new_tokens / median:.1f} tokens/s, "
+                   f"median ratio {ratio(times, alone)}")  # fmt: skip
         run.results[f"{key(name)}_generate_s"] = times
 
 
-def measure(run, models, reference):
-    """Print tokens per second of cached generation, one prompt of --prompt-len tokens."""
-    args, config = run.args, run.source.config
-    length = min(args.prompt_len, config.max_position_embeddings - args.new_tokens)
-    if length < args.prompt_len:
-        run.print0(
-            f"note: timed after {length} tokens, not {args.prompt_len}: the context ends there"
-        )
+def measure(run, models, reference, prompt_len, new_tokens, repeats):
+    """Print tokens per second of cached generation, one prompt of so many tokens."""
+    config = run.source.config
+    length = min(prompt_len, config.max_position_embeddings - new_tokens)
+    if length < prompt_len:
+        run.print0(f"note: timed after {length} tokens, not {prompt_len}: the context ends there")
     ids = run.broadcast(torch.randint(config.vocab_size, (1, length)))
     threads, all_threads = torch.get_num_threads(), threads_alone(run)
-    everything = ids, args.new_tokens, choose_whole, all_threads
-    contenders = {"one rank": partial(generation, reference, *everything)}
+    timed = partial(generation, ids=ids, new_tokens=new_tokens)
+    contenders = {"one rank": partial(timed, reference, choose=choose_whole, threads=all_threads)}
     for name, (model, choose) in models.items():
-        contenders[name] = partial(generation, model, ids, args.new_tokens, choose, threads)
-    seconds = interleave(run, contenders, args.repeats)
-    say_times(run, seconds, args.new_tokens)
+        contenders[name] = partial(timed, model, choose=choose, threads=threads)
+    seconds = interleave(run, contenders, repeats)
+    say_times(run, seconds, new_tokens)
     alone = seconds["one rank"]["generate"]
-    run.print0(
-        f"({args.new_tokens} tokens after {length}, {len(alone)} times, slowest rank; "
-        f"{threads} thread(s) a rank, {all_threads} for the one alone)"
-    )
+    run.print0(f"({new_tokens} tokens after {length}, {len(alone)} times, slowest rank; "
+               f"{threads} thread(s) a rank, {all_threads} for the one alone)")  # fmt: skip
     say_if_short(run, alone)
 
 
@@ -261,43 +251,39 @@ def main():
     add("--new-tokens", type=positive, default=10, help="tokens to continue by; default 10")
     add("--prompt-len", type=positive, default=128, help="tokens, when timed; default 128")
     add("--repeats", type=natural, help=REPEATS_HELP)
-    args = parser.parse_args()
-    with start(args) as run:
-        mesh = DeviceMesh.from_group(run.group, run.device.type)
-        tokenizer = run.together(run.source.tokenizer)
-        prompts = encode_prompts(run, run.source, tokenizer)
+    start(parser.parse_args(), show)
 
-        def load(parallelize=None):
-            model = run.source.load_model(run.dtype, run.device, parallelize)
-            model.generation_config.eos_token_id = None  # always --new-tokens, to compare them all
-            # On a GPU a static cache would be compiled for; the collectives cannot be.
-            model.get_compiled_call = lambda config: model.__call__
-            return model
 
-        reference = load() if run.rank == 0 else None
-        references = run.references(reference)
-        models = {
-            "hand-made": (
-                run.together(lambda: load(lambda model: tensor_parallelize(model, run.group))),
-                choose_among_ranks,
-            ),
-            "DTensor": (
-                run.together(lambda: load(lambda model: dtensor_parallelize(model, mesh))),
-                lambda model, logits: choose_whole(model, whole_logits(logits)),
-            ),
-        }
-        ((expected, *_), *alone) = run.expect(
-            lambda model: continuations(model, prompts, args.new_tokens), references[:1]
-        )
-        if run.dtype != torch.bfloat16:  # where equally likely tokens would have to be told apart
-            pairs = [
-                (row[-len(x[0][0]) :], x[0][0]) for row, x in zip(expected, alone, strict=True)
-            ]
-            run.check("a prompt alone, or padded in a batch: tokens", pairs, tolerance=0.0)
-        for name, (model, choose) in models.items():
-            check_generation(run, name, model, choose, tokenizer, prompts, expected, references)
-        if args.repeats != 0:
-            measure(run, models, reference)
+def show(run, args):
+    """Both models' text by every way there is, their caches, and their speed."""
+    mesh = DeviceMesh.from_group(run.group, run.device.type)
+    prompts = encode_prompts(run, args.prompt, args.new_tokens)
+
+    def load(parallelize=None):
+        model = run.load_model(parallelize)
+        model.generation_config.eos_token_id = None  # always --new-tokens, to compare them all
+        # On a GPU a static cache would be compiled for; the collectives cannot be.
+        model.get_compiled_call = lambda config: model.__call__
+        return model
+
+    reference = load() if run.rank == 0 else None
+    references = run.references(reference)
+    by_hand = run.together(lambda: load(partial(tensor_parallelize, group=run.group)))
+    dtensor = run.together(lambda: load(partial(dtensor_parallelize, mesh=mesh)))
+    models = {
+        "hand-made": (by_hand, choose_among_ranks),
+        "DTensor": (dtensor, lambda model, logits: choose_whole(model, whole_logits(logits))),
+    }
+    ((expected, *_), *alone) = run.expect(
+        lambda model: continuations(model, prompts, args.new_tokens), references[:1]
+    )
+    if run.dtype != torch.bfloat16:  # where equally likely tokens would have to be told apart
+        pairs = [(row[-len(x[0][0]) :], x[0][0]) for row, x in zip(expected, alone, strict=True)]
+        run.check("a prompt alone, or padded in a batch: tokens", pairs, tolerance=0.0)
+    for name, model in models.items():
+        check_generation(run, name, *model, prompts, args.new_tokens, expected, references)
+    if args.repeats != 0:
+        measure(run, models, reference, args.prompt_len, args.new_tokens, args.repeats)
 
 
 def continuations(model, prompts, new_tokens):

@@ -122,7 +122,7 @@ def load_attention(run, config, read, group=None, layer_idx=0):
 
 def make_inputs(run, config, batch_size, seq_len):
     """From the seed: x and a gradient of the output, (B, S, H) both, and RoPE's tables."""
-    torch.manual_seed(run.args.seed)
+    torch.manual_seed(run.seed)
     x, upstream = torch.randn(2, batch_size, seq_len, config.hidden_size, dtype=torch.float32)
     x, upstream = x.to(run.device, run.dtype), upstream.to(run.device, run.dtype)
     rotary = LlamaRotaryEmbedding(config).to(run.device)
@@ -135,12 +135,11 @@ def compare_template(run, title, references, parallel, x, *others):
     results = attention_step(parallel, x, torch.sum, *others)
     expected = run.expect(lambda layer: attention_step(layer, x, torch.sum, *others), references)
     run.print0(f"--- {title}, .sum().backward()")
-    for kind, what, actual, values in zip(
-        ("outputs", "input grad"), ("output", "input_grad"), results, expected, strict=True
+    for kind, name, actual, values in zip(
+        ("outputs", "input grad"), ("output", "input grad"), results, expected, strict=True
     ):
-        run.show_both(kind, values[0], actual)
-        run.check_allclose(title, what, actual, values[0])
-        run.check(f"{title} .sum() {what.replace('_', ' ')}", [(actual, *values)])
+        run.show_as_asked(title, kind, values[0], actual)
+        run.check(f"{title} .sum() {name}", [(actual, *values)])
 
 
 def compare(run, title, reference, parallel, batch_size, seq_len):
@@ -162,10 +161,8 @@ def compare(run, title, reference, parallel, batch_size, seq_len):
             lambda layer, mask=mask: attention_step(layer, x, loss, rotary_tables, mask), references
         )
         run.print0(f"--- {title}, {kind}")
-        run.show("Reference outputs", expected_y[0], ranks="0")
-        run.show("TParallel outputs", y)
-        run.show("Reference input grad", expected_x_grad[0], ranks="0")
-        run.show("TParallel input grad", x_grad)
+        run.show("outputs", expected_y[0], y)
+        run.show("input grad", expected_x_grad[0], x_grad)
         run.check(f"{title} {kind} output", [(y, *expected_y)])
         run.check(f"{title} {kind} input grad", [(x_grad, *expected_x_grad)])
         run.check_gradients(f"{title} {kind}", parallel, references)
@@ -193,16 +190,19 @@ def main():
         help="which attention: layer 0 of --model, these sizes with random weights, or the "
         "assignment's example; default all",
     )
-    args = parser.parse_args()
-    with start(args) as run:
-        for shape in args.shapes:
-            if shape == "model":
-                compare_model(run)
-            elif shape == "example":
-                show_example(run)
-            else:
-                layers = random_layers(run, shape)
-                compare(run, shape, *layers, 1 if shape == "assignment" else 2, seq_len=128)
+    start(parser.parse_args(), show)
+
+
+def show(run, args):
+    """Each of the shapes."""
+    for shape in args.shapes:
+        if shape == "model":
+            compare_model(run)
+        elif shape == "example":
+            show_example(run)
+        else:
+            layers = random_layers(run, shape)
+            compare(run, shape, *layers, 1 if shape == "assignment" else 2, seq_len=128)
 
 
 def compare_model(run):
@@ -214,7 +214,7 @@ def compare_model(run):
 
     reference = load_attention(run, config, read) if run.rank == 0 else None
     parallel = run.together(lambda: load_attention(run, config, read, run.group))
-    compare(run, run.args.model, reference, parallel, batch_size=2, seq_len=37)
+    compare(run, run.source.name, reference, parallel, batch_size=2, seq_len=37)
 
 
 def random_layers(run, shape, layer_idx=0):
@@ -224,7 +224,7 @@ def random_layers(run, shape, layer_idx=0):
     """
     config, reference = LlamaConfig(**SHAPES[shape], attn_implementation="sdpa"), None
     if run.rank == 0:
-        torch.manual_seed(run.args.seed)
+        torch.manual_seed(run.seed)
         reference = run.place(LlamaAttention(config, layer_idx)).eval()
     read = run.deal(reference)
     return reference, run.together(lambda: load_attention(run, config, read, run.group, layer_idx))

@@ -40,7 +40,7 @@ from utils.collectives import (
     sum_over_ranks,
 )
 from utils.errors import UserError
-from utils.flags import add_model_flags, make_parser
+from utils.flags import Workload, add_model_flags, make_parser
 from utils.job import start
 from utils.model_checks import plain_loss, show_model
 from utils.shards import (
@@ -206,25 +206,27 @@ def vocab_parallel_loss(
 
 
 def main():
-    parser = make_parser(__doc__)
-    add_model_flags(parser)
+    parser = add_model_flags(make_parser(__doc__))
     parser.add_argument(
         "--vocab-parallel",
         action=argparse.BooleanOptionalAction,
         default=True,
         help="split embedding and LM head over the ranks too; default yes",
     )
-    args = parser.parse_args()
-    with start(args) as run:
+    start(parser.parse_args(), show)
 
-        def parallelize(model):
-            tensor_parallelize(model, run.group, args.vocab_parallel)
 
-        if args.vocab_parallel:
-            show_model(run, parallelize)
-        else:
-            whole = "norm", "embed_tokens", "lm_head"
-            show_model(run, parallelize, plain_loss, whole)
+def show(run, args):
+    """All checks of the model, its text, time and memory."""
+
+    def parallelize(model):
+        tensor_parallelize(model, run.group, args.vocab_parallel)
+
+    if args.vocab_parallel:
+        show_model(run, Workload.of(args), parallelize)
+    else:
+        whole = "norm", "embed_tokens", "lm_head"
+        show_model(run, Workload.of(args), parallelize, plain_loss, whole)
 
 
 if __name__ == "__main__":

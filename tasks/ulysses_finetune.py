@@ -25,9 +25,7 @@ compares losses, gradients before the optimizer, and parameters after it. Then i
 on to the same bits, by itself under `torchrun --max-restarts`.
 """
 
-import argparse
 import math
-import statistics
 import sys
 import time
 from functools import partial
@@ -37,32 +35,42 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from memory.finetune import choose_techniques, each_alone, load, save_result, warm_up, within_budget
+from memory.finetune import (
+    adapter_config,
+    add_memory_flags,
+    each_alone,
+    load,
+    possible_techniques,
+    report,
+    save_result,
+    techniques_of,
+    warm_up,
+    within_budget,
+)
 from memory.long_sequence import sequence_loss
 from ulysses_forward import sequence_mask, sequence_parallelize, sum_of_losses
-from utils.checkpoint import find, identity, open_folder, resume, save
+from utils.checkpoint import Checkpoints, identity
 from utils.collectives import all_gather, sum_gradients
 from utils.errors import UserError
-from utils.flags import make_parser, natural, positive
+from utils.flags import make_parser, natural, positive, rate
 from utils.job import start
 from utils.measure import peak_memory
 from utils.shards import shard_range
-from utils.text import load_tokens
-from utils.training_checks import base_of, check_replicas, check_training, make_optimizer, trained
+from utils.text import load_sequences
+from utils.training_checks import (
+    base_of,
+    check_again,
+    check_replicas,
+    check_training,
+    make_optimizer,
+    trained,
+)
 from utils.watchdog import catch_signals
 
 LR = {"prompt": 1e-3, "lora": 1e-3, "none": 1e-4}
-SAVES = {
-    "long-sequence": "the techniques of memory/long_sequence.py, else Task 4's own forward",
-    "saved-outputs": "of each layer keep attention's outputs alone, and build the rest again in "
-    "the backward; --no-saved-outputs: recompute whole layers",
-    "selective-checkpoint": "instead, recompute layers but for attention, whose outputs are kept, "
-    "too (torch's create_selective_checkpoint_contexts)",
-    "tiled-loss": "the loss a few tokens at a time",
-    "tiled-mlp": "the MLP a few tokens at a time",
-    "head-groups": "attention a few heads at a time",
-    "offload": "keep what is kept of layers in host memory; nothing without a GPU",
-}
+# Flags that must be the same where a checkpoint is continued.
+SAME = ("peft", "num_virtual_tokens", "lora_rank", "seq_len", "batch_size", "num_sequences", "lr",
+        "dtype", "seed")  # fmt: skip
 
 # ---------------------------------------------------------------- the technique
 
@@ -125,18 +133,18 @@ def virtual_tokens(model, batch_size):
     return torch.empty(batch_size, 0, model.config.hidden_size, device=model.device)
 
 
-def train(run, model, optimizer, forward_backward, batches, losses, save):
-    """Train until `losses`, one a step, is as long as --steps; those of before a restart are in it.
+def train(run, model, optimizer, forward_backward, batches, losses, steps, save):
+    """Train until `losses`, one a step, is as long as `steps`; it may begin with a killed job's.
 
-    batches(i): the ids of step i. save(): called every --save-every steps. A signal to stop reaches
-    all ranks at the same step.
+    batches(i): the ids of step i. save(now): called after each step; now: it is the last. A signal
+    to stop reaches all ranks at the same step. Returns the seconds of the steps, and whether there
+    was such a signal.
     """
-    parameters, stopped, seconds = trained(model), catch_signals(), []
-    bar = tqdm(total=run.args.steps, initial=len(losses), disable=run.rank > 0 or None, unit="step")
-    for i in range(len(losses), run.args.steps):
-        begin = time.perf_counter()
+    parameters, stopped, seconds, interrupted = trained(model), catch_signals(), [], False
+    bar = tqdm(total=steps, initial=len(losses), disable=run.rank > 0 or None, unit="step")
+    while len(losses) < steps and not interrupted:
+        i, begin, norms = len(losses), time.perf_counter(), []
         optimizer.zero_grad()
-        norms = []
         loss = forward_backward(model, batches(i), norms=norms)
         mine = torch.stack([x.double() for x in (loss, loss.new_tensor(len(stopped)), *norms)])
         parts, stops, *norms = all_gather(mine, run.group).T.tolist()
@@ -151,19 +159,9 @@ def train(run, model, optimizer, forward_backward, batches, losses, save):
             run.print0(f"i={i}\tloss.item()={losses[-1]!r}")
         bar.update()
         interrupted = max(stops) > 0
-        if len(losses) == run.args.steps or interrupted or len(losses) % run.args.save_every == 0:
-            save()
-        if interrupted:
-            bar.close()
-            how = (
-                "--resume goes on from the newest checkpoint"
-                if run.args.output_dir
-                else "nothing saved: no --output-dir"
-            )
-            run.print0(f"interrupted after {len(losses)} steps; {how}")
-            run.exit(130)
+        save(interrupted or len(losses) == steps)
     bar.close()
-    return seconds
+    return seconds, interrupted
 
 
 def refuse_nan(i, what, values):
@@ -175,22 +173,6 @@ def refuse_nan(i, what, values):
 
 
 # ---------------------------------------------------------------- what is shown with it
-
-
-def rate(text):
-    """argparse type: a learning rate."""
-    value = float(text)
-    if not 0 < value < 1e6:
-        raise argparse.ArgumentTypeError(f"must be above 0, and no more than a million, not {text}")
-    return value
-
-
-def gib(text):
-    """argparse type: GiB, as bytes."""
-    value = float(text)
-    if not 0 < value < 2**20:
-        raise argparse.ArgumentTypeError(f"must be above 0, in GiB, not {text}")
-    return max(1, int(value * 2**30))
 
 
 def main():
@@ -209,118 +191,104 @@ def main():
     add("--steps", type=positive, default=10, help="of Adam; default 10")
     add("--lr", type=rate, help="Adam's learning rate; default "
         + ", ".join(f"{lr:g} ({peft})" for peft, lr in LR.items()))  # fmt: skip
-    add(
-        "--gradient-checkpointing",
-        action="store_true",
-        help="Task 4's own forward, and Hugging Face's recomputation of layers; default no",
-    )
-    title = "memory (results change by rounding alone; all but the first are parts of it)"
-    add_saving = parser.add_argument_group(title).add_argument
-    for name, what in SAVES.items():
-        default = name not in ("offload", "selective-checkpoint")
-        what += f"; default {'yes' if default else 'no'}"
-        add_saving(f"--{name}", action=argparse.BooleanOptionalAction, default=default, help=what)
-    add_saving("--tile-mib", type=positive, help="MiB that a tile's logits, or MLP, may take; "
-        "default 8, or 1024 on a GPU")  # fmt: skip
+    add("--gradient-checkpointing", action="store_true", help="Task 4's own forward, and Hugging "
+        "Face's recomputation of layers; default no")  # fmt: skip
+    add_memory_flags(parser)
     add("--check-steps", type=natural, default=3, help="steps to compare with a single-rank run; "
         "0 saves its time and memory; default 3")  # fmt: skip
-    add("--memory-budget", type=gib, help="GiB that training may take on each rank, beyond the "
-        "loaded model; default all there is")  # fmt: skip
     add("--output-dir", type=Path, help="for the result and the checkpoints; default none")
     add("--save-every", type=positive, default=10, help="steps between checkpoints; default 10")
-    add(
-        "--resume",
-        action="store_true",
-        help="go on from the newest checkpoint in --output-dir; default no",
-    )
+    add("--resume", action="store_true", help="go on from the newest checkpoint in --output-dir; "
+        "default no")  # fmt: skip
     args = parser.parse_args()
     args.lr = args.lr or LR[args.peft]
     args.num_sequences = args.num_sequences or args.batch_size
-    args.long_sequence &= not args.gradient_checkpointing
     if args.selective_checkpoint and args.gradient_checkpointing:
         parser.error("--selective-checkpoint and --gradient-checkpointing exclude each other")
     if args.resume and args.output_dir is None:
         parser.error("--resume needs --output-dir")
-    with start(args) as run:
-        run.mark = "S"
-        finetune(run)
+    start(args, finetune)
 
 
-def finetune(run):
+def finetune(run, args):
     """All that the script does."""
-    args, config = run.args, run.source.config
-    if args.memory_budget and run.device.type != "cuda" and sys.platform != "linux":
-        raise UserError("--memory-budget: only on CUDA and Linux can memory be limited")
-    result = "model" if args.peft == "none" else "adapter"
-    resumes = open_folder(run, args.output_dir, args.resume, result)
-    needed = args.num_sequences * args.seq_len
-    ids = load_tokens(run, args.text, run.together(run.source.tokenizer), needed)
-    run.print0(f"Cropping input_ids.shape[1]={ids.shape[1]} to {needed} tokens")
-    ids = ids[:, :needed].view(args.num_sequences, args.seq_len)
-    length = args.seq_len + (args.num_virtual_tokens if args.peft == "prompt" else 0)
-    if args.num_virtual_tokens > 2**20:
-        raise UserError(f"--num-virtual-tokens {args.num_virtual_tokens}: at most {2**20}")
-    if length < run.world_size or args.seq_len < 3:  # of two tokens, some gradients are 0
-        raise UserError(f"--seq-len {args.seq_len}: too short, each rank needs a token, and the "
-                        "loss three")  # fmt: skip
-    if length > config.max_position_embeddings:
-        run.print0(f"note: {length} positions, but {run.source.name} was made for "
-                   f"{config.max_position_embeddings}")  # fmt: skip
-    if config.attention_dropout:
-        run.print0(f"note: attention dropout {config.attention_dropout} is left out")
-        config.attention_dropout = 0.0
+    run.mark, result = "S", "model" if args.peft == "none" else "adapter"
+    checkpoints = Checkpoints(run, args.output_dir, result, args.resume)
+    positions = args.seq_len + (args.num_virtual_tokens if args.peft == "prompt" else 0)
+    ids = read_text(run, args, positions)
 
     def batches(i):
         first = i * args.batch_size
         return ids[[(first + j) % len(ids) for j in range(args.batch_size)]]
 
-    model = run.together(lambda: load(run, lambda model: sequence_parallelize(model, run.group)))
-    parameters = trained(model)
-    same = identity(run, base_of(model), ids)
+    adapter = adapter_config(args.peft, args.num_virtual_tokens, args.lora_rank)
+    load_model = partial(load, run, adapter, checkpointing=args.gradient_checkpointing)
+    model = run.together(lambda: load_model(partial(sequence_parallelize, group=run.group)))
+    parameters, total = trained(model), sum(p.numel() for p in model.parameters())
     count = sum(p.numel() for p in parameters.values())
-    total = sum(p.numel() for p in model.parameters())
     run.print0(f"Parameters: {count} trainable / {total} total")
     check_replicas(run, parameters, "before")
-    found = find(run, same) if resumes else None
-    techniques = choose_techniques(run, model)
-    compute = partial(forward_backward, group=run.group, techniques=techniques)
-    checked = None
+    same = {f"--{name.replace('_', '-')}": getattr(args, name) for name in SAME}
+    checkpoints.find(identity(same, run.source.config, base_of(model), ids))
+    if techniques := techniques_of(args, run.device):
+        techniques = possible_techniques(run, model, techniques)
+    compute, checked = partial(forward_backward, group=run.group, techniques=techniques), None
     if args.check_steps:
-        reference = load(run) if run.rank == 0 else None
-        often = None if args.long_sequence else 2 if args.gradient_checkpointing else 1
-        checked = check_training(
-            run, model, reference, compute, batches, often, each_alone(run, model)
-        )
+        reference = load_model() if run.rank == 0 else None
+        recomputes = None if techniques else 2 if args.gradient_checkpointing else 1
+        first = [batches(i) for i in range(min(args.check_steps, args.steps))]
+        alone = each_alone(run, model)
+        checked = check_training(run, model, reference, compute, first, args.lr, recomputes, alone)
         del reference
 
-    optimizer = make_optimizer(run, model)
-    losses = resume(run, parameters, optimizer, found) if resumes else []
-    seconds = []
+    optimizer = make_optimizer(model, args.lr)
+    losses = checkpoints.resume(parameters, optimizer)
+    if len(losses) > args.steps:
+        run.print0(f"note: that is more than --steps {args.steps}: nothing is left to train")
+
+    def save(now):
+        if now or len(losses) % args.save_every == 0:
+            checkpoints.save(parameters, optimizer, losses)
 
     def training():
-        write = partial(save, run, parameters, optimizer, losses, same)
-        seconds.extend(train(run, model, optimizer, compute, batches, losses, write))
+        seconds, interrupted = train(
+            run, model, optimizer, compute, batches, losses, args.steps, save
+        )
+        run.results["step_s"] = seconds
+        if interrupted:
+            checkpoints.interrupt(len(losses))
 
-    idle = peak_memory(run, lambda: warm_up(run, model, compute, ids))
-    peaks = peak_memory(run, lambda: within_budget(run, length, training))
-    digest = check_replicas(run, parameters, "after")
-    if checked is not None:
-        first = checked.new_tensor(losses[: len(checked)])
-        # The same steps once more. (Else a GPU's attention may round differently each time.)
-        same_bits = run.device.type == "cpu" or args.deterministic
-        bound = 0.0 if same_bits else 2**-7 * first.abs().max().item()
-        run.check("losses of the training, as checked", [(first, checked)], bound)
-    run.print0(f"loss {losses[0]:.4f} -> {losses[-1]:.4f} in {len(losses)} steps")
-    if seconds:
-        median = statistics.median(seconds)
-        beyond = [peak - before for peak, before in zip(peaks, idle, strict=True)]
-        peak, beyond = (", ".join(f"{x / 2**20:.0f}" for x in sizes) for sizes in (peaks, beyond))
-        pace = f"median step {median:.3f} s, {args.batch_size * length / median:.0f} positions/s"
-        run.print0(f"{pace}; peak memory, MiB, of each rank: {peak}; beyond the model: {beyond}")
-    run.results |= {"losses": losses, "sha256": digest, "step_s": seconds,
+    limited = args.memory_budget or run.device.type == "cuda"
+    idle = peak_memory(run, lambda: limited and warm_up(run, model, compute, ids))
+    within = partial(within_budget, run, args.memory_budget, (args.batch_size, positions))
+    peaks = peak_memory(run, lambda: within(training))
+    run.results |= {"losses": losses, "sha256": check_replicas(run, parameters, "after"),
                     "idle_memory_bytes": idle, "peak_memory_bytes": peaks}  # fmt: skip
+    if checked is not None:
+        check_again(run, losses, checked, args.deterministic)
+    report(run, args.batch_size * positions)
     if args.output_dir:
-        run.together(lambda: save_result(run, model, args.output_dir / result))
+        run.together(lambda: save_result(run, model, checkpoints))
+
+
+def read_text(run, args, positions):
+    """The ids of --num-sequences sequences of the text, of --seq-len tokens each."""
+    config, seq_len, most = run.source.config, args.seq_len, 2**20
+    if args.memory_budget and run.device.type != "cuda" and sys.platform != "linux":
+        raise UserError("--memory-budget: only on CUDA and Linux can memory be limited")
+    ids = load_sequences(run, args.text, args.num_sequences, seq_len)
+    if args.num_virtual_tokens > most:
+        raise UserError(f"--num-virtual-tokens {args.num_virtual_tokens}: at most {most}")
+    if positions < run.world_size or seq_len < 3:  # of two tokens, some gradients are 0
+        raise UserError(f"--seq-len {seq_len}: too short, each rank needs a token, and the loss "
+                        "three")  # fmt: skip
+    if positions > config.max_position_embeddings:
+        run.print0(f"note: {positions} positions, but {run.source.name} was made for "
+                   f"{config.max_position_embeddings}")  # fmt: skip
+    if config.attention_dropout:
+        run.print0(f"note: attention dropout {config.attention_dropout} is left out")
+        config.attention_dropout = 0.0
+    return ids
 
 
 if __name__ == "__main__":

@@ -36,12 +36,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from utils.collectives import gather_shares, sum_gradients, sum_over_ranks
 from utils.errors import UserError
-from utils.flags import add_model_flags, make_parser
+from utils.flags import Workload, add_model_flags, make_parser
 from utils.generation import check_continuation, hf_generate
 from utils.job import start
-from utils.model_checks import show_model
+from utils.measure import measure_bytes
+from utils.model_checks import check_hidden_states, show_model
 from utils.shards import check_ids, next_tokens, shard_heads, shard_range
-from utils.traffic import bytes_sent
 
 # ---------------------------------------------------------------- the technique
 
@@ -265,68 +265,34 @@ def formula(config, S, B, ranks, element):
     return sent * B * D * element / ranks
 
 
-def check_hidden_states(run, batch, parallel, references):
-    """After every layer: this rank's tokens and no others, as the single-rank run has them."""
-    ids, mask, _ = batch
-    first, stop = shard_range(ids.shape[1], run.world_size, run.rank)
-    real = mask[:, first:stop, None]  # what padding computes is nobody's business
-
-    @torch.no_grad()
-    def hidden_states(model):
-        output = model(ids, attention_mask=mask, output_hidden_states=True)
-        return output.hidden_states
-
-    expected = run.expect(hidden_states, references)
-    actual = hidden_states(parallel)
-    run.check(
-        "hidden states of this rank's tokens",
-        [(h * real, *(e[:, first:stop] * real for e in es))
-         for h, es in zip(actual, expected, strict=True)],
-    )  # fmt: skip
-
-
-def show_bytes(run, parallel, ids):
+def show_bytes(run, parallel, ids, tokens):
     """Print the bytes on the wire of a layer's forward and backward, beside the formula."""
     config, (B, S) = run.source.config, ids.shape
-    first, stop = shard_range(S, run.world_size, run.rank)
-    positions = torch.arange(first, stop, device=ids.device)[None]
-    inputs = ids[:, first:stop], sequence_mask(S, device=ids.device), positions
-    hidden = None
-
-    def forward():
-        nonlocal hidden
-        hidden = parallel.model(*inputs).last_hidden_state
-
-    layers = config.num_hidden_layers
-    both = [bytes_sent(run, forward), bytes_sent(run, lambda: hidden.sum().backward())]
-    sent = torch.tensor([counted / layers for counted, _ in both], dtype=torch.float64)
+    positions = torch.arange(S, device=ids.device)[None, tokens]
+    inputs = ids[:, tokens], sequence_mask(S, device=ids.device), positions
     expected = formula(config, S, B, run.world_size, run.dtype.itemsize)
-    said = " and ".join(f"{n:,.0f}" for n in sent)
-    run.print0(
-        f"bytes sent per rank and layer, forward and backward: {said}; formula {expected:,.0f} each"
-    )
-    run.results |= {"sent_bytes": sent.tolist(), "formula_bytes": expected,
-                    "wire_bytes": [wire and wire / layers for _, wire in both]}  # fmt: skip
+    measure_bytes(run, lambda: parallel.model(*inputs)[0], config.num_hidden_layers, expected)
 
 
 def main():
-    parser = make_parser(__doc__)
-    add_model_flags(parser)
-    args = parser.parse_args()
-    with start(args) as run:
-        run.mark = "S"
+    start(add_model_flags(make_parser(__doc__)).parse_args(), show)
 
-        def also(tokenizer, prompt, batch, parallel, references):
-            generate = partial(hf_generate, ids=prompt, new_tokens=args.new_tokens)
-            how = " by .generate"
-            check_continuation(run, tokenizer, generate, prompt, parallel, references, how)
-            if args.seq_len >= run.world_size:  # else it has been padded, see `forward`
-                check_hidden_states(run, batch, parallel, references)
-                show_bytes(run, parallel, batch[0])
 
-        parallelize = partial(sequence_parallelize, group=run.group)
-        reduce = partial(sum_gradients, group=run.group)
-        show_model(run, parallelize, whole=("",), also=also, reduce=reduce)
+def show(run, args):
+    """All checks of the model, its text, bytes, time and memory."""
+    run.mark = "S"
+
+    def also(prompt, batch, parallel, references):
+        how = " by .generate"
+        check_continuation(run, hf_generate, prompt, args.new_tokens, parallel, references, how)
+        if args.seq_len >= run.world_size:  # else it has been padded, see `forward`
+            tokens = slice(*shard_range(args.seq_len, run.world_size, run.rank))
+            check_hidden_states(run, batch, parallel, references, tokens)
+            show_bytes(run, parallel, batch[0], tokens)
+
+    parallelize = partial(sequence_parallelize, group=run.group)
+    reduce = partial(sum_gradients, group=run.group)
+    show_model(run, Workload.of(args), parallelize, whole=("",), also=also, reduce=reduce)
 
 
 if __name__ == "__main__":

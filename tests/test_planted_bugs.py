@@ -110,8 +110,8 @@ BUGS = {
         "tp_mlp", 2, "tp_mlp.py", "in (False, True)", "in (False, False)", "forwards",
     ),
     "ranks drop different values": (
-        "tp_mlp", 2, "tp_mlp.py", "torch.manual_seed(run.args.seed)\n        results",
-        "torch.manual_seed(run.args.seed + run.rank)\n        results", "with dropout, same bits",
+        "tp_mlp", 2, "tp_mlp.py", "torch.manual_seed(run.seed)\n        results",
+        "torch.manual_seed(run.seed + run.rank)\n        results", "with dropout, same bits",
     ),
     "nothing is dropped": (
         "tp_mlp", 2, "tp_mlp.py", "self.mlp(self.norm(x)), self.dropout)",
@@ -123,8 +123,8 @@ BUGS = {
         "    start = index * (items // parts)", "none whole",
     ),
     "golden input is drawn first": (
-        "tp_mlp", 1, "tp_mlp.py", "            torch.manual_seed(args.seed)\n",
-        "            torch.manual_seed(args.seed)\n            torch.randn(1)\n", "golden",
+        "tp_mlp", 1, "tp_mlp.py", "        torch.manual_seed(run.seed)\n        reference",
+        "        torch.manual_seed(run.seed)\n        torch.randn(1)\n        reference", "golden",
     ),
     "no f in attention": (
         "tp_attention", 2, "tp_attention.py", 'copy_to_ranks(kwargs["hidden_states"], group)',
@@ -311,8 +311,8 @@ BUGS = {
         "choose_whole(model, logits.to_local())", "generated tokens by DTensor, recomputed",
     ),
     "the cache is read one token late": (
-        "kv_cache", 2, "kv_cache.py", "ids[:, -1:], attention", "ids[:, -2:-1], attention",
-        "cached logits",
+        "kv_cache", 2, "kv_cache.py", "ids[:, -new:], attention",
+        "ids[:, -2:-1] if new == 1 else ids, attention", "cached logits",
     ),
     "the model's mask is dropped everywhere": (
         "tp_llama", 2, "model_checks.py", "(ids), attention_mask=mask)", "(ids))",
@@ -398,13 +398,13 @@ BUGS = {
         "all_reduce_(flat.div_(group.size()), group)", "grad",
     ),
     "another learning rate": (
-        "ulysses_finetune", 2, "training_checks.py", "trained(model).values(), run.args.lr",
-        "trained(model).values(), run.args.lr * (1 + ('Sequence' in str(type(base_of(model))))"
+        "ulysses_finetune", 2, "training_checks.py", "trained(model).values(), lr",
+        "trained(model).values(), lr * (1 + ('Sequence' in str(type(base_of(model))))"
         " / 100)", "losses|after a step",
     ),
     "the adapter's replicas begin differently": (
-        "ulysses_finetune", 2, "finetune.py", "torch.manual_seed(args.seed)",
-        "torch.manual_seed(args.seed + run.rank)", "hash of what is trained, before",
+        "ulysses_finetune", 2, "finetune.py", "torch.manual_seed(run.seed)",
+        "torch.manual_seed(run.seed + run.rank)", "hash of what is trained, before",
     ),
     "the adapter's replicas part": (
         "ulysses_finetune", 2, "ulysses_finetune.py", "        optimizer.step()\n        losses",
@@ -559,8 +559,8 @@ BUGS = {
         "count = (targets[:, first:stop] != -100).sum() * group.size()", "loss in float32",
     ),
     "an optimizer has other betas": (
-        "ulysses_finetune", 2, "training_checks.py", "trained(model).values(), run.args.lr",
-        "trained(model).values(), run.args.lr,"
+        "ulysses_finetune", 2, "training_checks.py", "trained(model).values(), lr",
+        "trained(model).values(), lr,"
         " betas=(0.9, 0.999 - 1e-4 * ('Sequence' in str(type(base_of(model)))))", "after a step",
     ),
     "ranks' norms learn differently": (
@@ -577,8 +577,8 @@ BUGS = {
         "SUM = Local(ROWS, grad=Partial())", "MLP input grad",
     ),
     "the demo's golden input is drawn second": (
-        "dtensor_llama", 1, "dtensor_llama.py", "        x = torch.randn(1, config.hidden_size",
-        "        torch.randn(1)\n        x = torch.randn(1, config.hidden_size", "golden",
+        "dtensor_llama", 1, "tp_mlp.py", "        x = torch.randn(1, hidden_size",
+        "        torch.randn(1)\n        x = torch.randn(1, hidden_size", "golden",
     ),
     "under DTensor .generate avoids repetition": (
         "dtensor_llama", 2, "generation.py", "max_new_tokens=new_tokens, do_sample",

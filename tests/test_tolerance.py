@@ -202,7 +202,7 @@ def test_token_losses():
 class Run(Comparison):
     """As much of `job.Run` as one rank's checks take; a refusal is an exception."""
 
-    rank, world_size, device, args = 0, 1, torch.device("cpu"), None
+    rank, world_size, device, tokenizer = 0, 1, torch.device("cpu"), None
 
     def __init__(self, dtype):
         self.dtype, self.checks, self.compared = dtype, [], {}
@@ -233,7 +233,7 @@ def test_ties(dtype, gap):
             model.lm_head.weight[other] *= (want / exact[other]).to(dtype)
         texts = [torch.cat([ids, token.view(1, 1)], dim=1) for token in (other, first)]
         with contextlib.nullcontext() if gap < 1 else pytest.raises(SystemExit):
-            check_text(run, None, *texts, references, torch.ones_like(ids), show=False)
+            check_text(run, *texts, references, torch.ones_like(ids), show=False)
         assert run.checks[-1]["name"] == "generated tokens, a tie at token 5"
         assert run.checks[-1]["passed"] == (gap < 1)
     finally:

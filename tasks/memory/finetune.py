@@ -1,6 +1,8 @@
 """Task 5's plumbing: the model with its adapter, which techniques it uses, what is saved."""
 
+import argparse
 import copy
+import statistics
 import tempfile
 import warnings
 from dataclasses import asdict
@@ -11,12 +13,24 @@ from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from safetensors.torch import save_file
 
 from memory.long_sequence import Techniques, possible
-from utils.checkpoint import check_claim, swap
+from utils.checkpoint import swap
 from utils.errors import UserError
+from utils.flags import gib, positive
 from utils.measure import is_for_memory, limited_memory
 from utils.models import is_hub_id
 from utils.training_checks import base_of, trained
 
+SAVES = {
+    "long-sequence": "the techniques of memory/long_sequence.py, else Task 4's own forward",
+    "saved-outputs": "of each layer keep attention's outputs alone, and build the rest again in "
+    "the backward; --no-saved-outputs: recompute whole layers",
+    "selective-checkpoint": "instead, recompute layers but for attention, whose outputs are kept, "
+    "too (torch's create_selective_checkpoint_contexts)",
+    "tiled-loss": "the loss a few tokens at a time",
+    "tiled-mlp": "the MLP a few tokens at a time",
+    "head-groups": "attention a few heads at a time",
+    "offload": "keep what is kept of layers in host memory; nothing without a GPU",
+}
 # What is checked by itself: backward, tiled_loss, tiled_mlp, head_groups, offload.
 ALONE = {
     "layers taken apart": ("plain", False, False, False),
@@ -32,28 +46,63 @@ ALONE = {
 }
 
 
-def load(run, parallelize=None):
-    """The model of --model with the adapter of --peft, seeded: the same on every rank."""
-    args = run.args
+def adapter_config(peft, num_virtual_tokens=32, lora_rank=8):
+    """PEFT's of what --peft trains; None for all weights."""
+    if peft == "prompt":
+        return PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=num_virtual_tokens)
+    targets, of_lora = ["q_proj", "k_proj", "v_proj", "o_proj"], {"r": lora_rank, "lora_alpha": 16}
+    lora = LoraConfig(task_type="CAUSAL_LM", target_modules=targets, **of_lora)
+    return lora if peft == "lora" else None
+
+
+def load(run, config, parallelize=None, checkpointing=False):
+    """The model of --model with an adapter, seeded: the same on every rank.
+
+    config: see `adapter_config`. checkpointing: by Hugging Face's own recomputation of layers.
+    """
     run.source.config.use_cache = False  # there is nothing to generate
-    model = run.source.load_model(run.dtype, run.device, parallelize)
+    model = run.load_model(parallelize)
     with warnings.catch_warnings():  # PEFT and the newest transformers disagree on names
         warnings.simplefilter("ignore", FutureWarning)
-        if args.gradient_checkpointing:
+        if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        if args.peft != "none":
-            config = PromptTuningConfig(num_virtual_tokens=args.num_virtual_tokens)
-            if args.peft == "lora":
-                targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
-                config = LoraConfig(r=args.lora_rank, lora_alpha=16, target_modules=targets)
-            config.task_type = "CAUSAL_LM"
-            config.base_model_name_or_path = args.model if is_hub_id(args.model) else None
-            torch.manual_seed(args.seed)
+        if config:
+            config, name = copy.deepcopy(config), run.source.name  # PEFT will fill it in
+            config.base_model_name_or_path = name if is_hub_id(name) else None
+            torch.manual_seed(run.seed)
             model = get_peft_model(model, config)
     if run.dtype == torch.float64:  # PEFT makes some adapters float32
         for parameter in trained(model).values():
             parameter.data = parameter.data.double()
     return model.train()  # PEFT leaves it in eval, where checkpointing does nothing
+
+
+# ---------------------------------------------------------------- saving memory
+
+
+def add_memory_flags(parser):
+    """Their flags, which `techniques_of` reads."""
+    title = "memory (results change by rounding alone; all but the first are parts of it)"
+    add = parser.add_argument_group(title).add_argument
+    for name, what in SAVES.items():
+        default = name not in ("offload", "selective-checkpoint")
+        what += f"; default {'yes' if default else 'no'}"
+        add(f"--{name}", action=argparse.BooleanOptionalAction, default=default, help=what)
+    add("--tile-mib", type=positive, help="MiB that a tile's logits, or MLP, may take; "
+        "default 8, or 1024 on a GPU")  # fmt: skip
+    parser.add_argument("--memory-budget", type=gib, help="GiB that training may take on each "
+        "rank, beyond the loaded model; default all there is")  # fmt: skip
+
+
+def techniques_of(args, device):
+    """What saves memory, by the flags; None for Task 4's own forward."""
+    if not args.long_sequence or args.gradient_checkpointing:
+        return None
+    backward = "saved-outputs" if args.saved_outputs else "checkpoint"
+    backward = "selective" if args.selective_checkpoint else backward
+    mib = args.tile_mib or default_tile_mib(device, args.memory_budget)
+    flags = args.tiled_loss, args.tiled_mlp, args.head_groups, args.offload
+    return Techniques(backward, *flags, mib * 2**20)
 
 
 def default_tile_mib(device, budget=None):
@@ -62,19 +111,13 @@ def default_tile_mib(device, budget=None):
     return mib if budget is None else max(8, min(mib, budget // 2**25))
 
 
-def choose_techniques(run, model):
-    """What saves memory: as the flags and the model have it; None for Task 4's own forward."""
-    args = run.args
-    if not args.long_sequence:
-        return None
-    backward = "saved-outputs" if args.saved_outputs else "checkpoint"
-    backward = "selective" if args.selective_checkpoint else backward
-    mib = args.tile_mib or default_tile_mib(run.device, args.memory_budget)
-    flags = args.tiled_loss, args.tiled_mlp, args.head_groups, args.offload
-    techniques, why = possible(base_of(model), Techniques(backward, *flags, mib * 2**20))
+def possible_techniques(run, model, techniques):
+    """Those of them that the model allows, which are printed."""
+    techniques, why = possible(base_of(model), techniques)
     if why:
         run.print0(f"note: {why}: only some of the memory techniques are left")
     parts = [name.replace("_", "-") for name, on in asdict(techniques).items() if on is True]
+    mib = techniques.tile_bytes // 2**20
     run.print0(f"layers: {techniques.backward}; {', '.join(parts)}; tiles of {mib} MiB")
     if run.world_size == 1 and techniques.head_groups:
         run.announce("One device: the heads of attention are computed sequentially, group by group")
@@ -93,11 +136,53 @@ def each_alone(run, model):
             yield name, techniques
 
 
-def save_result(run, model, final):
+def warm_up(run, model, compute, ids):
+    """A step of as few tokens as can be, so that threads and libraries have what they keep."""
+    compute(model, ids[:1, : max(2, run.world_size)])
+    model.zero_grad()
+    aside = torch.nn.Parameter(torch.zeros(1, device=run.device))
+    aside.grad = torch.zeros_like(aside)
+    torch.optim.Adam([aside]).step()  # what it imports is more than what it keeps
+
+
+def within_budget(run, budget, shape, function):
+    """function(), with no more than `budget` bytes, if given; what does not fit is one line.
+
+    shape: of a batch, (sequences, positions).
+    """
+    try:
+        with limited_memory(run.device, budget):
+            function()
+    except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
+        if not is_for_memory(error):
+            raise
+        raise UserError("out of memory: {} x {} positions on {} rank(s) do not fit; a shorter "
+                        "--seq-len, more ranks, or more --memory-budget".format(
+                            *shape, run.world_size)) from None  # fmt: skip
+
+
+# ---------------------------------------------------------------- the result
+
+
+def report(run, positions):
+    """Print what the training came to, by the results. positions: of a step."""
+    losses, seconds = run.results["losses"], run.results["step_s"]
+    run.print0(f"loss {losses[0]:.4f} -> {losses[-1]:.4f} in {len(losses)} steps")
+    if seconds:
+        idle, peaks = run.results["idle_memory_bytes"], run.results["peak_memory_bytes"]
+        median = statistics.median(seconds)
+        beyond = [peak - before for peak, before in zip(peaks, idle, strict=True)]
+        peak, beyond = (", ".join(f"{x / 2**20:.0f}" for x in sizes) for sizes in (peaks, beyond))
+        pace = f"median step {median:.3f} s, {positions / median:.0f} positions/s"
+        run.print0(f"{pace}; peak memory, MiB, of each rank: {peak}; beyond the model: {beyond}")
+
+
+def save_result(run, model, checkpoints):
     """Rank 0 writes the adapter, or model and tokenizer, as PEFT and transformers have them."""
     if run.rank == 0:
+        final = checkpoints.result
         try:
-            check_claim(run)
+            checkpoints.claim.check()
             write_result(run, model, final)
         except Exception as error:  # PEFT's and safetensors' own, too
             message = f"--output-dir {final.parent}: the {final.name} was not saved ({error}); "
@@ -107,7 +192,7 @@ def save_result(run, model, final):
 def write_result(run, model, final):
     with tempfile.TemporaryDirectory(dir=final.parent, prefix=".result-", suffix=".part") as part:
         part = Path(part) / "result"
-        if run.args.peft != "none":
+        if hasattr(model, "peft_config"):
             model.save_pretrained(part, save_embedding_layers=False)
         else:
             config = copy.deepcopy(run.source.config)
@@ -115,32 +200,9 @@ def write_result(run, model, final):
             config.save_pretrained(part)
             tensors = {name: p.detach().cpu() for name, p in trained(model).items()}
             save_file(tensors, part / "model.safetensors", {"format": "pt"})
-            if tokenizer := run.source.tokenizer():
-                tokenizer.save_pretrained(part)
+            if run.tokenizer:
+                run.tokenizer.save_pretrained(part)
         for file in part.iterdir():
             file.chmod(0o644)  # safetensors lets nobody else read it
         swap(part, final)
     print(f"saved {final}", flush=True)
-
-
-def warm_up(run, model, forward_backward, ids):
-    """A step of as few tokens as can be, so that threads and libraries have what they keep."""
-    if run.args.memory_budget or run.device.type == "cuda":
-        forward_backward(model, ids[:1, : max(2, run.world_size)])
-        model.zero_grad()
-        aside = torch.nn.Parameter(torch.zeros(1, device=run.device))
-        aside.grad = torch.zeros_like(aside)
-        torch.optim.Adam([aside]).step()  # what it imports is more than what it keeps
-
-
-def within_budget(run, length, function):
-    """function(), under --memory-budget; what does not fit is one line."""
-    try:
-        with limited_memory(run.device, run.args.memory_budget):
-            function()
-    except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
-        if not is_for_memory(error):
-            raise
-        raise UserError(f"out of memory: {run.args.batch_size} x {length} positions on "
-                        f"{run.world_size} rank(s) do not fit; a shorter --seq-len, more ranks, or "
-                        "more --memory-budget") from None  # fmt: skip

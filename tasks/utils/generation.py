@@ -7,13 +7,12 @@ import torch.nn.functional as F
 from utils.errors import UserError
 
 
-def encode_prompts(run, source, tokenizer):
-    """The tokens of --prompt, one or several, padded on the left, and their mask: (B, S) both."""
-    args, limit = run.args, source.config.max_position_embeddings
-    prompts = [args.prompt] if isinstance(args.prompt, str) else args.prompt
-    rows = []
+def encode_prompts(run, prompts, new_tokens):
+    """The tokens of each --prompt, padded on the left, and their mask: (B, S) both."""
+    source, tokenizer, rows = run.source, run.tokenizer, []
+    limit, vocab_size = source.config.max_position_embeddings, source.config.vocab_size
     for number, prompt in enumerate(prompts):
-        tokens = [i % source.config.vocab_size for i in range(1, 6 + number)]
+        tokens = [i % vocab_size for i in range(1, 6 + number)]
         if tokenizer:
             try:
                 tokens = tokenizer(prompt)["input_ids"]
@@ -21,12 +20,12 @@ def encode_prompts(run, source, tokenizer):
                 raise UserError(f"--prompt {prompt!r}: not valid Unicode") from None
         if not tokens or not prompt.strip():
             raise UserError("--prompt is empty: give at least one word")
-        if len(tokens) + args.new_tokens > limit:
+        if len(tokens) + new_tokens > limit:
             raise UserError(f"--prompt has {len(tokens)} tokens and --new-tokens adds "
-                            f"{args.new_tokens}, but {source.name} takes {limit}")  # fmt: skip
-        if max(tokens) >= source.config.vocab_size:
+                            f"{new_tokens}, but {source.name} takes {limit}")  # fmt: skip
+        if max(tokens) >= vocab_size:
             raise UserError(f"--prompt has token {max(tokens)}, but {source.name} has only "
-                            f"{source.config.vocab_size}")  # fmt: skip
+                            f"{vocab_size}")  # fmt: skip
         if not tokenizer:
             run.print0(f"note: {source.name} has no tokenizer: a prompt is tokens {tokens}")
         rows.append(torch.tensor(tokens, device=run.device))
@@ -60,28 +59,27 @@ def hf_generate(model, ids, new_tokens, **options):
     return F.pad(ids, (0, length - ids.shape[1]), value=-1)
 
 
-def check_continuation(run, tokenizer, generate, prompt, parallel, references, how=""):
-    """generate(model) continues the prompt, (1, S), as by the single rank."""
-    tokens, mask = generate(parallel), torch.ones_like(prompt)
-    ((expected,),) = run.expect(lambda model: [generate(model)], references[:1])
-    check_text(run, tokenizer, tokens, expected, references, mask, how)
+def check_continuation(run, generate, prompt, new_tokens, parallel, references, how=""):
+    """generate(model, prompt, new_tokens) continues the prompt, (1, S), as by the single rank."""
+    tokens, mask = generate(parallel, prompt, new_tokens), torch.ones_like(prompt)
+    ((expected,),) = run.expect(lambda m: [generate(m, prompt, new_tokens)], references[:1])
+    check_text(run, tokens, expected, references, mask, how)
 
 
-def check_text(run, tokenizer, tokens, expected, references, mask, how="", show=True):
+def check_text(run, tokens, expected, references, mask, how="", show=True):
     """Compare continuations, (B, tokens) both, this rank's and the reference's; print if `show`.
 
     mask: of the prompts, (B, S). how: said in the check's name.
     """
 
     def text(ids):
-        if not tokenizer:
+        if not run.tokenizer:
             return ids.tolist()
         rows = (row[len(m) - m.sum() :] for row, m in zip(ids, mask, strict=True))
-        return " ".join(repr(tokenizer.decode(row[row >= 0])) for row in rows)
+        return " ".join(repr(run.tokenizer.decode(row[row >= 0])) for row in rows)
 
     if show:
-        run.print0(f"Reference text (rank=0): {text(expected)}")
-        run.print_in_order(f"{run.mark}Parallel text (rank={run.rank}): {text(tokens)}")
+        run.show_texts("text", text(expected), text(tokens))
     name, apart = f"generated tokens{how}", torch.tensor(float(not torch.equal(tokens, expected)))
     dist.all_reduce(apart := apart.to(run.device))
     if run.dtype == torch.float64 or not apart:

@@ -1,4 +1,4 @@
-"""How every task script starts, prints and ends: `start`, and the `Run` that it yields."""
+"""How every task script starts, prints and ends: `start`, and the `Run` that it makes."""
 
 import datetime
 import faulthandler
@@ -7,8 +7,8 @@ import os
 import platform
 import signal
 import sys
-from contextlib import contextmanager
 from functools import cached_property
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -39,66 +39,39 @@ os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 # ---------------------------------------------------------------- starting and ending
 
 
-@contextmanager
-def start(args):
-    """Start the process group, yield a `Run`, and end the job by the contract.
+def start(args, body):
+    """Join the other ranks, call body(run, args), and end the process by the contract.
 
-    Works under torchrun and, as world size 1, without it. When the block ends, so does the process:
-    with `Tests passed` and exit code 0, since all checks passed. A `UserError` in it becomes one
+    Works under torchrun and, as world size 1, without it. It never returns: if all checks of the
+    body passed, each rank prints `Tests passed` and exits with code 0. A `UserError` becomes one
     error line and exit code 2. A rank that waits --timeout seconds in a collective gives up, and
     says for whom.
     """
-    faulthandler.register(signal.SIGUSR1, all_threads=True)  # kill -USR1: where does it hang?
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends a rank that waits, too, and says nothing
-    for stream in sys.stdout, sys.stderr:  # a text or a path that they cannot show ends no job
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="backslashreplace")
+    prepare_process(args.deterministic)
     world_size = read_environment()
     check_writable(args.json)
-    if args.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False
     device, notice = choose_device(args.device, args.share_gpus)
     end_with_torchrun()
+    store, rank = join_store() if world_size > 1 else (dist.HashStore(), 0)
     if world_size == 1:
-        store, rank = dist.HashStore(), 0
         notice = notice or "1 rank: nothing is split; start more with torchrun --nproc_per_node"
-    else:
-        store, rank = join_store()
     notes, can_share = agree(store, rank, world_size, args, device)
-    if device.type == "cuda":
-        backend = "gloo" if args.share_gpus else "nccl"
-    elif can_share and not args.gloo:
-        backend = NAME
-    else:
-        backend = "gloo"
-        if not args.gloo:
-            notes.append("no memory that all ranks could share (on several machines, on other than "
-                         "Linux on x86-64, with /proc closed): they talk by gloo")  # fmt: skip
+    backend, why = choose_backend(args, device, can_share)
     watch = Watch(store, rank, world_size, args.timeout)
+    # The watch says who is late, before these end; shared memory's group says so itself.
+    timeout = datetime.timedelta(seconds=args.timeout + SPARE_S * (backend != NAME))
     try:
         dist.init_process_group(
-            backend,
-            store=store,
-            rank=rank,
-            world_size=world_size,
-            # The watch says who is late, before these end; shared memory's group says so itself.
-            timeout=datetime.timedelta(seconds=args.timeout + SPARE_S * (backend != NAME)),
+            backend, store=store, rank=rank, world_size=world_size, timeout=timeout,
             device_id=device if backend == "nccl" else None,
-        )
+        )  # fmt: skip
         run = Run(args, device, watch)
-        for note in filter(None, [notice, *notes]):
+        for note in filter(None, [notice, *notes, why]):
             run.print0(f"note: {note}")
         run.print_in_order(f"Initialized rank={rank}")
         run.print0(f"model {args.model}, {args.dtype}, on {device.type} ({dist.get_backend()})")
-        yield run
-        assert run.checks, "a script that checks nothing must not pass"
-        assert not run.compared, f"without a verdict: {', '.join(run.compared)}"
-        run.write_json()
-        run.print0(f"{len(run.checks)} checks, nearest to its tolerance: {run.nearest()}"
-                   f"{run.furthest_off()}")  # fmt: skip
-        watch.stop()
+        body(run, args)
+        run.finish()
     except UserError as error:
         fail(error)
     except Exception as error:
@@ -115,19 +88,45 @@ def start(args):
     os._exit(0)  # not through the interpreter's end, which gloo's threads may outlive and abort
 
 
+def prepare_process(deterministic):
+    """Set what holds for the whole process: signals, output, and PyTorch's algorithms."""
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # kill -USR1: where does it hang?
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends a rank that waits, too, and says nothing
+    for stream in sys.stdout, sys.stderr:  # a text or a path that they cannot show ends no job
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False
+
+
+def choose_backend(args, device, can_share):
+    """The ranks' backend, and a note if it is not what one would expect."""
+    if device.type == "cuda":
+        return "gloo" if args.share_gpus else "nccl", None
+    if args.gloo:
+        return "gloo", None
+    if can_share:
+        return NAME, None
+    return "gloo", ("no memory that all ranks could share (on several machines, on other than "
+                    "Linux on x86-64, with /proc closed): they talk by gloo")  # fmt: skip
+
+
 # ---------------------------------------------------------------- the run
 
 
 class Run(Comparison):
     """One run of a script: where it runs, what it checked, and what it measured.
 
-    Attributes: `args`, `rank`, `world_size`, `group` (all ranks), `device`, `dtype`, `results`
+    Attributes: `rank`, `world_size`, `group` (all ranks), `device`, `dtype`, `seed`, `results`
     (goes to the JSON file), `mark` ("T" or "S": the ...Parallel that the lines speak of). Every
-    method is called by all ranks together.
+    method is called by all ranks together, but for `load_model`.
     """
 
     def __init__(self, args, device, watch):
-        self.args, self.device, self.dtype = args, device, DTYPES[args.dtype]
+        self.model, self.num_layers, self.json = args.model, args.num_layers, args.json
+        self.device, self.dtype, self.seed = device, DTYPES[args.dtype], args.seed
         self.watch = watch
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.group = dist.group.WORLD
@@ -141,23 +140,27 @@ class Run(Comparison):
                 print(text, flush=True)
             dist.barrier()
 
-    def show(self, name, tensor, ranks="all"):
-        """Print `name (rank=r): tensor([first, ..., last])`, on every rank or on rank 0 alone."""
-        if ranks == "all":
-            self.print_in_order(f"{name} (rank={self.rank}): {brief(tensor)}")
-        elif self.rank == 0:
-            print(f"{name} (rank=0): {brief(tensor)}", flush=True)
+    def show(self, kind, reference, actual):
+        """Print `... kind (rank=r): tensor([first, ..., last])` of the reference and every rank."""
+        self.show_texts(kind, brief(reference), brief(actual))
 
-    def show_both(self, kind, reference, actual):
-        """Print both as the assignment does: after a blank line, a batch of one in its own shape.
+    def show_as_asked(self, title, kind, reference, actual):
+        """Print both as the assignment does, and run its own assertion: `check_allclose`.
 
-        (Larger batches, which it does not have, flat: see `brief`.)
+        After a blank line, a batch of one in its own shape. (Larger batches, which it does not
+        have, flat: see `brief`.)
         """
-        reference, actual = (
+        self.print0("")
+        self.show_texts(kind, *(
             str(tensor.detach().clone().cpu()) if len(tensor) == 1 else brief(tensor)
             for tensor in (reference, actual)
-        )
-        self.print0(f"\nReference {kind} (rank=0): {reference}")
+        ))  # fmt: skip
+        what = {"outputs": "output", "input grad": "input_grad"}[kind]
+        self.check_allclose(title, what, actual, reference)
+
+    def show_texts(self, kind, reference, actual):
+        """Print what the reference has of this kind, and what every rank has."""
+        self.print0(f"Reference {kind} (rank=0): {reference}")
         self.print_in_order(f"{self.mark}Parallel {kind} (rank={self.rank}): {actual}")
 
     def print0(self, text):
@@ -201,7 +204,7 @@ class Run(Comparison):
     @cached_property
     def source(self):
         """The `Source` that --model names; one rank of each machine downloads it."""
-        name = self.args.model
+        name = self.model
 
         def fetch():
             try:
@@ -212,14 +215,32 @@ class Run(Comparison):
 
         if is_remote(name):
             self.together(fetch)
-        source = self.together(lambda: Source(name, self.args.num_layers, self.args.seed))
+        source = self.together(lambda: Source(name, self.num_layers, self.seed))
         if is_remote(name):
             self.print0(f"{name} is cached in {source.directory}")
         return source
 
+    @cached_property
+    def tokenizer(self):
+        """The model's tokenizer, or None if it has none."""
+        return self.together(self.source.tokenizer)
+
+    def load_model(self, parallelize=None):
+        """The model on this rank, whole or what parallelize(model) leaves: `Source.load_model`."""
+        return self.source.load_model(self.dtype, self.device, parallelize)
+
     def synchronize(self):
         if self.device.type == "cuda":
             torch.cuda.synchronize()
+
+    def finish(self):
+        """The end of a body that has passed all of its checks."""
+        assert self.checks, "a script that checks nothing must not pass"
+        assert not self.compared, f"without a verdict: {', '.join(self.compared)}"
+        self.write_json()
+        self.print0(f"{len(self.checks)} checks, nearest to its tolerance: {self.nearest()}"
+                    f"{self.furthest_off()}")  # fmt: skip
+        self.watch.stop()
 
     def exit(self, code):
         """End the job without `Tests passed`; all ranks come here together."""
@@ -229,24 +250,20 @@ class Run(Comparison):
 
     def write_json(self):
         """Write the record to --json, whole or not at all."""
-        path = self.args.json
-        if path is None or self.rank:
+        if self.json is None or self.rank:
             return
-        import peft
-        import transformers
-
+        versions = {"python": platform.python_version(), "torch": torch.__version__}
+        versions |= {name: version(name) for name in ("transformers", "peft")}
         record = {
             "task": Path(sys.argv[0]).stem, "world_size": self.world_size,
-            "backend": dist.get_backend(), "device": self.device.type, "dtype": self.args.dtype,
-            "model": self.args.model,
-            "versions": {"python": platform.python_version(), "torch": torch.__version__,
-                         "transformers": transformers.__version__, "peft": peft.__version__},
-            "checks": self.checks, "results": self.results,
+            "backend": dist.get_backend(), "device": self.device.type,
+            "dtype": str(self.dtype).removeprefix("torch."), "model": self.model,
+            "versions": versions, "checks": self.checks, "results": self.results,
         }  # fmt: skip
         if self.device.type == "cuda":  # see `choose_device`
             record |= {"cudnn_attention": torch.backends.cuda.cudnn_sdp_enabled(),
                        "NCCL_NVLS_ENABLE": os.environ["NCCL_NVLS_ENABLE"]}  # fmt: skip
-        path = path.resolve()
+        path = self.json.resolve()
         part = path.with_name(f".{path.name}.{os.getpid()}.part")
         try:
             part.write_text(json.dumps(record, indent=1) + "\n")
@@ -256,18 +273,10 @@ class Run(Comparison):
             fail(f"--json {path}: cannot be written there ({error.strerror})", patient=False)
 
 
-@contextmanager
-def printoptions(**options):
-    """How tensors are printed within it: torch.set_printoptions, and then the defaults again."""
-    torch.set_printoptions(**options)
-    try:
-        yield
-    finally:
-        torch.set_printoptions(profile="default")
-
-
 def brief(tensor):
     """A tensor's first and last three values, flat."""
     values = tensor.detach().clone().cpu().flatten()  # cloning waits for a DTensor's collective
-    with printoptions(precision=4, edgeitems=3, threshold=6, linewidth=120, sci_mode=False):
-        return str(values)
+    torch.set_printoptions(precision=4, edgeitems=3, threshold=6, linewidth=120, sci_mode=False)
+    text = str(values)
+    torch.set_printoptions(profile="default")
+    return text

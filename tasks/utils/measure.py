@@ -19,6 +19,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from utils.traffic import bytes_sent
+
 REPEATS, LIMIT_S = 7, 120
 REPEATS_HELP = (
     f"timed turns, after 2 to warm up; 0: measure nothing; default {REPEATS}, or fewer (but 1) "
@@ -113,15 +115,10 @@ def training_step(model, ids, threads, reduce=None):
         model.zero_grad()
 
 
-def median_ratio(ours, theirs):
-    """Median, least and largest of the ratios of measurements taken in turns."""
-    ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
-    return statistics.median(ratios), min(ratios), max(ratios)
-
-
 def ratio(ours, theirs):
-    """`median_ratio` in words."""
-    return "{:.2f} ({:.2f} to {:.2f})".format(*median_ratio(ours, theirs))
+    """Median, least and largest of the ratios of measurements taken in turns, in words."""
+    ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
+    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
 
 
 @contextmanager
@@ -206,7 +203,7 @@ def status(name):
     return 1024 * int(re.search(rf"{name}:\s+(\d+)", Path("/proc/self/status").read_text())[1])
 
 
-def measure_time(run, reference, parallel, ids, reduce=None):
+def measure_time(run, reference, parallel, ids, repeats=None, reduce=None):
     """Print forward and backward seconds of both, the single rank given as many threads."""
     single, ranks, own_threads = "one rank", f"{run.world_size} rank(s)", torch.get_num_threads()
     all_threads = threads_alone(run)
@@ -214,7 +211,7 @@ def measure_time(run, reference, parallel, ids, reduce=None):
         single: partial(training_step, reference, ids, all_threads),
         ranks: partial(training_step, parallel, ids, own_threads, reduce),
     }
-    seconds = interleave(run, contenders, run.args.repeats)
+    seconds = interleave(run, contenders, repeats)
     for phases in seconds.values():
         both = zip(phases["forward"], phases["backward"], strict=True)
         phases["forward + backward"] = [sum(pair) for pair in both]
@@ -244,11 +241,11 @@ def say_if_short(run, seconds):
         run.print0("note: times this uneven say nothing about speed: the machine does other work")
 
 
-def measure_memory(run, source, parallelize, ids, reduce):
+def measure_memory(run, parallelize, ids, reduce=None):
     """Print the peak memory of loading the model and one step, on one rank and on each."""
 
     def load_and_step(parallelize=None):
-        model = source.load_model(run.dtype, run.device, parallelize)
+        model = run.load_model(parallelize)
         model(ids, labels=ids).loss.backward()
         if parallelize and reduce:
             reduce(model.parameters())
@@ -263,3 +260,19 @@ def measure_memory(run, source, parallelize, ids, reduce):
     )
     run.results |= {"idle_memory_bytes": idle, "single_peak_memory_bytes": single,
                     "parallel_peak_memory_bytes": peaks}  # fmt: skip
+
+
+def measure_bytes(run, forward, layers, formula):
+    """Print what a layer sends in a forward and its backward, on average, beside a formula's bytes.
+
+    forward(): runs that of all layers; what it returns is gone back from.
+    """
+    result = []
+    both = [bytes_sent(run, lambda: result.append(forward())),
+            bytes_sent(run, lambda: result[0].sum().backward())]  # fmt: skip
+    sent, wires = ([n and n / layers for n in numbers] for numbers in zip(*both, strict=True))
+    said = " and ".join(f"{n:,.0f}" for n in sent)
+    run.print0(
+        f"bytes sent per rank and layer, forward and backward: {said}; formula {formula:,.0f} each"
+    )
+    run.results |= {"sent_bytes": sent, "formula_bytes": formula, "wire_bytes": wires}

@@ -4,7 +4,6 @@ The reference is always the unmodified model, run by rank 0 alone on the same we
 """
 
 import math
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -28,49 +27,48 @@ def own_loss(model, labels, **inputs):
     return model(**inputs, labels=labels).loss
 
 
-def show_model(run, parallelize, loss=own_loss, whole=("norm",), also=None, reduce=None):
+def show_model(run, workload, parallelize, loss=own_loss, whole=("norm",), also=None, reduce=None):
     """Check --model, continue the prompt with it, and measure it.
 
-    parallelize(model): shards a LlamaForCausalLM in place. loss(model, labels, **inputs): the
-    parallel model's mean loss. whole: words in the names of the parameters that are not split.
-    also(tokenizer, prompt, batch, parallel, references): further checks, before the measurements.
-    reduce(tensors): what the gradients of parameters and inputs need after a backward, if anything.
+    workload: a `flags.Workload`. parallelize(model): shards a LlamaForCausalLM in place.
+    loss(model, labels, **inputs): the parallel model's mean loss. whole: words in the names of the
+    parameters that are not split. also(prompt, batch, parallel, references): further checks, before
+    the measurements. reduce(tensors): what the gradients of parameters and inputs need after a
+    backward, if anything.
     """
-    args, source = run.args, run.source
-    tokenizer = run.together(source.tokenizer)
-    prompt, _ = encode_prompts(run, source, tokenizer)
-    batch = make_batch(run, source, tokenizer)
-    reference = source.load_model(run.dtype, run.device) if run.rank == 0 else None
+    prompt, _ = encode_prompts(run, [workload.prompt], workload.new_tokens)
+    batch = make_batch(run, workload.batch_size, workload.seq_len)
+    reference = run.load_model() if run.rank == 0 else None
     references = run.references(reference)
-    parallel = run.together(lambda: source.load_model(run.dtype, run.device, parallelize))
+    parallel = run.together(lambda: run.load_model(parallelize))
     run.check_weights("all", parallel, references, whole=whole)
-    check_model(run, source, parallel, references, batch, loss, reduce)
-    generate = partial(recompute, ids=prompt, new_tokens=args.new_tokens)
-    check_continuation(run, tokenizer, generate, prompt, parallel, references)
+    check_model(run, parallel, references, batch, loss, reduce)
+    check_continuation(run, recompute, prompt, workload.new_tokens, parallel, references)
     if also:
-        also(tokenizer, prompt, batch, parallel, references)
+        also(prompt, batch, parallel, references)
     del references
-    if args.repeats != 0:
-        measure_time(run, reference, parallel, batch[0], reduce)
+    if workload.repeats != 0:
+        measure_time(run, reference, parallel, batch[0], workload.repeats, reduce)
         del reference, parallel
-        measure_memory(run, source, parallelize, batch[0], reduce)
+        measure_memory(run, parallelize, batch[0], reduce)
 
 
-def make_batch(run, source, tokenizer, text=TEXT):
+def make_batch(run, batch_size, seq_len, text=TEXT):
     """ids, attention mask, labels, (B, S) each: of the text, or random without a tokenizer.
 
     The last of several sequences is a third shorter and padded on the left, where only the mask
     keeps the padding from being attended to.
     """
-    if run.args.seq_len < 3:  # of two tokens, some gradients are 0: there is nothing but rounding
-        raise UserError(f"--seq-len {run.args.seq_len}: too short to compare, use 3 or more")
-    if run.args.seq_len > source.config.max_position_embeddings:
-        run.print0(f"note: --seq-len {run.args.seq_len} is more than {source.name} was made for, "
-                   f"{source.config.max_position_embeddings}")  # fmt: skip
-    ids = torch.randint(source.config.vocab_size, (run.args.batch_size, run.args.seq_len))
-    if tokenizer:
-        words = torch.tensor(tokenizer(text, verbose=False)["input_ids"])
-        ids = words.repeat(-(-ids.numel() // len(words)))[: ids.numel()].view_as(ids)
+    config = run.source.config
+    if seq_len < 3:  # of two tokens, some gradients are 0: there is nothing but rounding
+        raise UserError(f"--seq-len {seq_len}: too short to compare, use 3 or more")
+    if seq_len > config.max_position_embeddings:
+        run.print0(f"note: --seq-len {seq_len} is more than {run.source.name} was made for, "
+                   f"{config.max_position_embeddings}")  # fmt: skip
+    ids = torch.randint(config.vocab_size, (batch_size, seq_len))
+    if run.tokenizer:
+        tokens = torch.tensor(run.tokenizer(text, verbose=False)["input_ids"])
+        ids = tokens.repeat(-(-ids.numel() // len(tokens)))[: ids.numel()].view_as(ids)
     mask = torch.ones_like(ids)
     if len(ids) > 1:
         mask[-1, : ids.shape[1] // 3] = 0
@@ -141,34 +139,21 @@ def model_step(model, ids, mask, function, reduce=None):
     return result.detach(), inputs["inputs_embeds"].grad
 
 
-def check_model(run, source, parallel, references, batch, loss, reduce):
+def check_model(run, parallel, references, batch, loss=own_loss, reduce=None):
     """Compare embeddings, logits, loss, and all gradients with the single-rank run's.
 
-    Gradients come from the loss, and from a random gradient of the logits.
+    Gradients come from the loss, and from a random gradient of the logits. loss, reduce: see
+    `show_model`.
     """
     ids, mask, labels = batch
-    torch.manual_seed(run.args.seed)
-    upstream = torch.randn(*ids.shape, source.config.vocab_size, dtype=torch.float32)
-    upstream = upstream.to(run.device)
-    last = source.config.num_hidden_layers - 1
-    large = sum(math.prod(shape) for shape in source.shapes.values()) > 100e6
-    some = [f"layers.{i}." for i in (0, last // 2, last)]
-    if large:
-        run.print0(
-            f"note: a large model: the gradients of layers 0, {last // 2} and {last} stand for all"
-        )
-
-    # The edges of all shards of the vocabulary, again and again.
-    _, first, stop = shard_of(parallel.get_input_embeddings().weight)
-    edges = all_gather(torch.tensor([first, max(first, stop - 1)], device=ids.device), run.group)
-    edges = edges.flatten().repeat(ids.numel())[: ids.numel()].view_as(ids)
-
-    def only(name):  # of a large model, the first, middle and last layer's
-        return not large or "layers." not in name or any(part in name for part in some)
-
+    torch.manual_seed(run.seed)
+    upstream = torch.randn(*ids.shape, run.source.config.vocab_size, dtype=torch.float32)
+    upstream, only = upstream.to(run.device), compared_layers(run)
     for reference in references[:1]:
         for name, parameter in reference.named_parameters():
             parameter.requires_grad_(only(name))  # what is not compared takes no memory
+    edges = shard_edges(run, parallel, ids)
+    check_inputs(run, parallel, references, batch, edges)
 
     def from_logits(model, inputs):
         logits = model(**inputs).logits.masked_fill(mask[..., None] == 0, 0)
@@ -181,57 +166,103 @@ def check_model(run, source, parallel, references, batch, loss, reduce):
         losses = token_losses(model(**inputs).logits, labels)
         return losses, mean_loss(losses, labels)
 
-    with torch.no_grad():
-        # Other padding, the same logits behind it: it is not attended to.
-        other = torch.where(mask == 0, (ids + 1) % source.config.vocab_size, ids)
-        pair = [parallel(**embed(parallel, i, mask)).logits[mask == 1] for i in (other, ids)]
-        run.check("logits, whatever the padding", [pair], tolerance=0.0)
-        for tokens in ids, edges:
-            (expected,) = run.expect(lambda m, t=tokens: [m.get_input_embeddings()(t)], references)
-            actual = parallel.get_input_embeddings()(tokens)
-            run.compare("embeddings", [(actual, expected[0])], tolerance=0.0)  # copied: exact
-        run.check("embeddings")
+    def step(function):
+        """Of the result of `model_step` and of the input gradient: (this rank's, *expected)."""
+        expected = run.expect(lambda model: model_step(model, ids, mask, function), references)
+        actual = model_step(parallel, ids, mask, function, reduce)
+        return [(a, *e) for a, e in zip(actual, expected, strict=True)]
 
-    for name, function in ("logits", from_logits), ("loss", from_loss):
-        expected, expected_grad = run.expect(
-            lambda model, function=function: model_step(model, ids, mask, function), references
-        )
-        actual, grad = model_step(parallel, ids, mask, function, reduce)
-        own = 0.0
-        if name == "logits":
-            logits, shown, where = actual, "outputs", (0, -1)
-        else:
-            shown, where, own = "loss", (), error_of_mean(*expected)
-            actual = actual.to(torch.promote_types(actual.dtype, torch.float32))
-            expected = [mean_loss(losses, labels).to(actual.dtype) for losses in expected]
-        run.show(f"Reference {shown}", expected[0][where], ranks="0")
-        run.show(f"{run.mark}Parallel {shown}", actual[where])
-        run.show("Reference input grad", expected_grad[0][0], ranks="0")
-        run.show(f"{run.mark}Parallel input grad", grad[0])
-        run.check(name, [(actual, *expected)], own=own)
-        run.check_same_bits(f"{name}, same bits on all ranks", actual)
-        run.check(f"{name}: input embeddings grad", [(grad, *expected_grad)])
+    def compare(name, kind, results, grads, where=(), own=0.0):
+        """The checks of a step, and what is shown of it: the results' part `where`."""
+        run.show(kind, results[1][where], results[0][where])
+        run.show("input grad", grads[1][0], grads[0][0])
+        run.check(name, [results], own=own)
+        run.check_same_bits(f"{name}, same bits on all ranks", results[0])
+        run.check(f"{name}: input embeddings grad", [grads])
         run.check_gradients(f"{name}:", parallel, references, only, tokens=(labels != -100).sum())
         norms = [p.grad for n, p in parallel.named_parameters() if "norm" in n]
         run.check_same_bits(f"{name}: norm grads, same bits on all ranks", torch.cat(norms))
-        del norms
         for model in (parallel, *references):
             model.zero_grad()  # gradients may be most of the memory
 
-    # Beside a reference that is off itself, above all in bfloat16, a loss that is taken the wrong
-    # way might pass. Of the run's own logits it must be right but for its own rounding. And so it
-    # must with labels at the edges of all shards, which the text may lack.
+    logits, grads = step(from_logits)
+    compare("logits", "outputs", logits, grads, where=(0, -1))
+    (value, *losses), grads = step(from_loss)
+    value = value.to(torch.promote_types(value.dtype, torch.float32))
+    expected = [mean_loss(of_one, labels).to(value.dtype) for of_one in losses]
+    compare("loss", "loss", (value, *expected), grads, own=error_of_mean(*losses))
+    check_own_loss(run, parallel, batch, edges, logits[0], value, loss)
+    for reference in references[:1]:
+        reference.requires_grad_(True)
+
+
+def compared_layers(run):
+    """Whether a parameter's gradient is compared, by its name; of a large model, some layers'."""
+    last = run.source.config.num_hidden_layers - 1
+    if sum(math.prod(shape) for shape in run.source.shapes.values()) <= 100e6:
+        return lambda name: True
+    run.print0(
+        f"note: a large model: the gradients of layers 0, {last // 2} and {last} stand for all"
+    )
+    some = [f"layers.{i}." for i in (0, last // 2, last)]
+    return lambda name: "layers." not in name or any(part in name for part in some)
+
+
+def shard_edges(run, parallel, ids):
+    """The edges of all ranks' shards of the vocabulary, again and again, as many as ids."""
+    _, first, stop = shard_of(parallel.get_input_embeddings().weight)
+    edges = all_gather(torch.tensor([first, max(first, stop - 1)], device=ids.device), run.group)
+    return edges.flatten().repeat(ids.numel())[: ids.numel()].view_as(ids)
+
+
+@torch.no_grad()
+def check_inputs(run, parallel, references, batch, edges):
+    """Padding is not attended to, and embeddings are the whole ones' rows."""
+    ids, mask, _ = batch
+    # Other padding, the same logits behind it.
+    other = torch.where(mask == 0, (ids + 1) % run.source.config.vocab_size, ids)
+    pair = [parallel(**embed(parallel, i, mask)).logits[mask == 1] for i in (other, ids)]
+    run.check("logits, whatever the padding", [pair], tolerance=0.0)
+    for tokens in ids, edges:
+        (expected,) = run.expect(lambda m, t=tokens: [m.get_input_embeddings()(t)], references)
+        actual = parallel.get_input_embeddings()(tokens)
+        run.compare("embeddings", [(actual, expected[0])], tolerance=0.0)  # copied: exact
+    run.check("embeddings")
+
+
+@torch.no_grad()
+def check_own_loss(run, parallel, batch, edges, logits, value, loss):
+    """The loss is right of the run's own logits, but for its own rounding.
+
+    Beside a reference that is off itself, above all in bfloat16, a loss that is taken the wrong way
+    might pass. And it is right with labels at the edges of all shards, which the text may lack.
+    """
+    ids, mask, labels = batch
     rare = edges.masked_fill(labels == -100, -100)
-    with torch.no_grad():
-        of_rare = loss(parallel, rare, **embed(parallel, ids, mask)).to(actual.dtype)
-    for value, targets in (actual, labels), (of_rare, rare):
+    of_rare = loss(parallel, rare, **embed(parallel, ids, mask)).to(value.dtype)
+    for actual, targets in (value, labels), (of_rare, rare):
         of_logits = mean_loss(token_losses(logits.double(), targets), targets).to(actual.dtype)
         largest = max(logits.abs().max().item(), of_logits.item())
         rounding = 4 * torch.finfo(actual.dtype).eps * largest
-        run.compare("loss, of its own logits", [(value, of_logits)], rounding)
+        run.compare("loss, of its own logits", [(actual, of_logits)], rounding)
     run.check("loss, of its own logits")
-    for reference in references[:1]:
-        reference.requires_grad_(True)
+
+
+def check_hidden_states(run, batch, parallel, references, tokens):
+    """After every layer: of this rank's tokens, a slice, as the single-rank run has them."""
+    ids, mask, _ = batch
+    real = mask[:, tokens, None]  # padding positions are ignored
+
+    @torch.no_grad()
+    def hidden_states(model):
+        return model(ids, attention_mask=mask, output_hidden_states=True).hidden_states
+
+    expected = run.expect(hidden_states, references)
+    pairs = [
+        (h * real, *(e[:, tokens] * real for e in es))
+        for h, es in zip(hidden_states(parallel), expected, strict=True)
+    ]
+    run.check("hidden states of this rank's tokens", pairs)
 
 
 def overfit(model, loss, batch, steps):
@@ -257,8 +288,7 @@ def check_overfitting(run, parallel, references, batch, steps):
     if references[1:]:  # which has the weights of the first, which are trained here
         references = [references[0], wider_copy(references[0])]
     (expected,) = run.expect(lambda m: [overfit(m, plain_loss, batch, steps)], references)
-    run.show("Reference losses", expected[0], ranks="0")
-    run.show(f"{run.mark}Parallel losses", curve)
+    run.show("losses", expected[0], curve)
     run.check("losses while overfitting", [(curve, *expected)])
     run.results |= {"losses": curve.tolist(), "reference_losses": expected[0].tolist()}
     left = curve[-1:] / curve[0]

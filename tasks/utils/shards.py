@@ -4,10 +4,13 @@ what a model of slices refuses.
 Shapes as in `utils/__init__.py`.
 """
 
+from fnmatch import fnmatch
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
 
 from utils.errors import UserError
 
@@ -125,3 +128,13 @@ def next_tokens(labels, size, vocab_size, ignore_index=-100):
     targets = F.pad(labels, (0, 1), value=ignore_index)[:, 1:]
     check_ids(targets.masked_fill(targets == ignore_index, 0), vocab_size)
     return targets
+
+
+def apply_plan(model, mesh, plan):
+    """parallelize_module, but a name that the model does not have is a UserError, not a warning."""
+    names = [name.split(".") for name, _ in model.named_modules()]
+    for pattern in plan:
+        parts = pattern.split(".")
+        if not any(len(n) == len(parts) and all(map(fnmatch, n, parts)) for n in names):
+            raise UserError(f"the plan names {pattern}, which the model does not have")
+    parallelize_module(model, mesh, plan)

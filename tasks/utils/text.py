@@ -19,19 +19,21 @@ ENOUGH = 10**7  # characters; no more of a text is turned into tokens, unless mo
 MARK = r"\*\*\* ?%s OF TH(?:E|IS) PROJECT GUTENBERG EBOOK.*?\*\*\*"
 
 
-def load_tokens(run, where, tokenizer, needed):
-    """At least `needed` tokens of a text, (1, T), on every rank; rank 0 alone reads it.
+def load_sequences(run, where, count, seq_len):
+    """So many sequences from the start of a text, (count, seq_len), on every rank.
 
-    where: a file, a URL, or None. None is the book above for models from the hub or a directory,
-    and the project's own stories for the others, or where the book is out of reach.
+    Rank 0 alone reads it. where: a file, a URL, or None. None is the book above for models from the
+    hub or a directory, and the project's own stories for the others, or where the book is out of
+    reach.
     Without a tokenizer the tokens are the text's bytes. Raises UserError, on all ranks, for what
     cannot be read, is not UTF-8, or is too short.
     """
+    tokenizer, needed = run.tokenizer, count * seq_len
 
     def load():
         if run.rank:
             return None
-        name, text = find_text(where, run.source, needed, run.args.seed)
+        name, text = find_text(where, run.source, needed, run.seed)
         if not text.strip():
             raise UserError(f"--text {name}: no text in it")
         enough = max(ENOUGH, 100 * needed)
@@ -55,7 +57,9 @@ def load_tokens(run, where, tokenizer, needed):
     name = name and str(name).encode(errors="backslashreplace").decode()
     kind = "" if tokenizer else "; no tokenizer: its bytes are the tokens"
     run.print0(f"text: {name}{kind}")
-    return run.broadcast(ids)
+    ids = run.broadcast(ids)
+    run.print0(f"Cropping input_ids.shape[1]={ids.shape[1]} to {needed} tokens")
+    return ids[:, :needed].view(count, seq_len)
 
 
 def find_text(where, source, needed, seed):
@@ -92,8 +96,6 @@ def is_url(where):
 def read_file(path):
     try:
         return Path(path).expanduser().read_bytes()
-    except IsADirectoryError:
-        raise UserError(f"--text {path}: a directory, not a text file") from None
     except (OSError, ValueError, RuntimeError) as error:  # a RuntimeError: no such ~user
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"--text {path}: cannot be read ({reason})") from None

@@ -19,8 +19,8 @@ def trained(model):
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
-def make_optimizer(run, model):
-    return torch.optim.Adam(trained(model).values(), run.args.lr)
+def make_optimizer(model, lr):
+    return torch.optim.Adam(trained(model).values(), lr)
 
 
 # ---------------------------------------------------------------- the checks
@@ -47,77 +47,88 @@ def expect_step(run, references, ids):
     return means, error_of_mean(*losses)
 
 
-def compare_gradients(run, name_of, model, references):
-    """Each trained parameter's gradient, beside the references' after their last step."""
+def compare_gradients(run, name_of, model, references, tokens):
+    """Each trained parameter's gradient, beside the references' after their last step.
+
+    name_of(name): the check's. tokens: how many a gradient is the sum over.
+    """
     whole = trained(references[0]) if references else {}
-    parts = run.args.batch_size * run.args.seq_len >= FEW
     for name, parameter in trained(model).items():
         grads = [whole[name].grad] if references else []
         grads += [whole[name].exact_grad for _ in references[1:]]
         ((*expected,),) = run.expect(lambda grad: [grad], grads)
-        run.compare(name_of(name), [(parameter.grad, *expected)], kind=kind_of(name), parts=parts)
+        pair = parameter.grad, *expected
+        run.compare(name_of(name), [pair], kind=kind_of(name), parts=tokens >= FEW)
 
 
-def check_training(run, model, reference, forward_backward, batches, recomputes=None, alone=()):
+def check_training(run, model, reference, compute, batches, lr, recomputes=None, alone=()):
     """The first steps of the very training that follows, beside a single-rank run's: the losses.
 
     Loss and gradients of each step are compared from the same parameters. Then both optimizers get
     the run's gradients, and must make the same bits of them: where a gradient is next to nothing,
     Adam, which divides it by its own size, makes a whole step of its rounding.
 
-    reference: on rank 0, the same model and adapter, whole. forward_backward(model, ids): the very
-    function that trains. recomputes: how often a layer should run in a step, where it is counted;
-    else what `alone` yields, (name, techniques), is checked, each by itself.
+    reference: on rank 0, the same model and adapter, whole. compute(model, ids): the very function
+    that trains. batches: the ids of each step. recomputes: how often a layer should run in a step,
+    where it is counted; else what `alone` yields, (name, techniques), is checked, each by itself.
     """
-    steps, losses, shown, calls = min(run.args.check_steps, run.args.steps), [], [], []
     references, before = run.references(reference), copy_of(trained(model))
-    optimizers = [make_optimizer(run, m) for m in (model, *references[:1])]
-    layer = base_of(model).model.layers[0]  # a hook before, since recomputing stops early
+    optimizers = [make_optimizer(m, lr) for m in (model, *references[:1])]
+    calls, layer = [], base_of(model).model.layers[0]
+    # A hook before, since recomputing stops early.
     hook = layer.mlp.register_forward_pre_hook(lambda *_: calls.append(1.0))
-    for i in range(steps):
-        expected, own = expect_step(run, references, batches(i))
-        model.zero_grad()
-        loss = forward_backward(model, batches(i))
-        parts = all_gather(loss.double(), run.group)
-        losses.append(parts.new_tensor(sum(parts.tolist())))  # in the order that training adds in
-        shown.append(expected[0])
-        run.compare("losses", [(losses[-1], *(x.double() for x in expected))], own=own)
-        compare_gradients(run, lambda name: f"{kind_of(name)} grad", model, references)
-        whole = trained(references[0]) if references else {}
-        for name, parameter in trained(model).items():
-            if whole:
-                whole[name].grad = parameter.grad.clone()
-        for optimizer in optimizers:
-            optimizer.step()
-        for name, parameter in trained(model).items():
-            pair = parameter.detach(), run.broadcast(whole.get(name))
-            run.compare(f"{kind_of(name)} after a step", [pair], tolerance=0.0)
+    steps = [check_step(run, model, references, optimizers, compute, ids) for ids in batches]
     hook.remove()
     if recomputes:
-        runs = torch.tensor(calls).sum() / steps
+        runs = torch.tensor(calls).sum() / len(steps)
         run.print0(f"forwards of a layer in a step: {runs.item():g}, of {recomputes} expected")
         expected_runs = torch.full_like(runs, recomputes)
         run.check("forwards of a layer in a step", [(runs, expected_runs)], 0.0)
-    losses = torch.stack(losses)
-    run.show("Reference losses", torch.stack(shown).to(loss.dtype), ranks="0")
-    run.show("SParallel losses", losses.to(loss.dtype))
+    expected, losses = map(torch.stack, zip(*steps, strict=True))
+    run.show("losses", expected, losses.to(expected.dtype))
     run.check("losses")
     for kind in dict.fromkeys(map(kind_of, trained(model))):
         run.check(f"{kind} grad")
         run.check(f"{kind} after a step")
     narrow = run.dtype == torch.bfloat16
     if narrow or recomputes is None:
-        batch = batches(0)
-        once_more = batch, *expect_step(run, references, batch)
+        once_more = batches[0], *expect_step(run, references, batches[0])
         if narrow:
-            check_in_float32(run, model, forward_backward, *once_more)
+            check_in_float32(run, model, compute, *once_more)
         if recomputes is None:
-            check_techniques(run, model, references, forward_backward, alone, *once_more)
+            check_techniques(run, model, references, compute, alone, *once_more)
     restore(model, before)
     return losses
 
 
-def check_in_float32(run, model, forward_backward, ids, expected, own):
+def check_step(run, model, references, optimizers, compute, ids):
+    """Both take one step from the same parameters, which is compared: (reference's loss, loss)."""
+    expected, own = expect_step(run, references, ids)
+    model.zero_grad()
+    parts = all_gather(compute(model, ids).double(), run.group)
+    loss = parts.new_tensor(sum(parts.tolist()))  # in the order that training adds in
+    run.compare("losses", [(loss, *(x.double() for x in expected))], own=own)
+    compare_gradients(run, lambda n: f"{kind_of(n)} grad", model, references, ids.numel())
+    mine, whole = trained(model), trained(references[0]) if references else {}
+    for name, parameter in whole.items():
+        parameter.grad = mine[name].grad.clone()
+    for optimizer in optimizers:
+        optimizer.step()
+    for name, parameter in mine.items():
+        pair = parameter.detach(), run.broadcast(whole.get(name))
+        run.compare(f"{kind_of(name)} after a step", [pair], tolerance=0.0)
+    return expected[0], loss
+
+
+def check_again(run, losses, checked, deterministic):
+    """The training's first steps had the losses that `check_training` gave."""
+    first = checked.new_tensor(losses[: len(checked)])
+    # The same steps once more. (Else a GPU's attention may round differently each time.)
+    bound = 0.0 if run.device.type == "cpu" or deterministic else 2**-7 * first.abs().max().item()
+    run.check("losses of the training, as checked", [(first, checked)], bound)
+
+
+def check_in_float32(run, model, compute, ids, expected, own):
     """The loss once more with the same weights in float32.
 
     In bfloat16 a label that got lost may change the loss by less than rounding does. The same
@@ -128,7 +139,7 @@ def check_in_float32(run, model, forward_backward, ids, expected, own):
     narrow = [p for p in model.parameters() if p.dtype == run.dtype]
     for parameter in narrow:
         parameter.data = parameter.data.float()
-    loss = all_gather(forward_backward(model, ids), run.group).sum(0)
+    loss = all_gather(compute(model, ids), run.group).sum(0)
     model.zero_grad()
     for parameter in narrow:
         parameter.data = parameter.data.to(run.dtype)
@@ -137,14 +148,15 @@ def check_in_float32(run, model, forward_backward, ids, expected, own):
     run.check("loss in float32", [(loss, exact)], bound)  # both round, so twice
 
 
-def check_techniques(run, model, references, forward_backward, alone, ids, expected, own):
+def check_techniques(run, model, references, compute, alone, ids, expected, own):
     """Each technique alone: loss and gradients after the steps before (at first LoRA's are 0)."""
     for name, techniques in alone:
         model.zero_grad()
-        loss = all_gather(forward_backward(model, ids, techniques=techniques), run.group).sum(0)
+        loss = all_gather(compute(model, ids, techniques=techniques), run.group).sum(0)
         run.check(f"{name}: loss", [(loss, *(x.to(loss) for x in expected))], own=own)
-        compare_gradients(run, lambda _, name=name: f"{name}: gradients", model, references)
-        run.check(f"{name}: gradients")
+        check = f"{name}: gradients"
+        compare_gradients(run, lambda _, check=check: check, model, references, ids.numel())
+        run.check(check)
 
 
 def copy_of(parameters):
