@@ -299,8 +299,8 @@ BUGS = {
         "best[:, None, 2:].to(row.dtype) * 0", "generated tokens by hand-made",
     ),
     "padding counts as a position": (
-        "kv_cache", 2, "kv_cache.py", "positions = (mask.cumsum(-1) - 1).clamp(min=0)[",
-        "positions = (torch.ones_like(mask).cumsum(-1) - 1).clamp(min=0)[", "cached keys",
+        "kv_cache", 2, "kv_cache.py", "(mask.cumsum(-1) - 1).clamp(min=0)[:, -x",
+        "(torch.ones_like(mask).cumsum(-1) - 1).clamp(min=0)[:, -x", "cached keys",
     ),
     "the mask does not grow": (
         "kv_cache", 2, "kv_cache.py", "mask = F.pad(mask, (0, 1), value=1)",

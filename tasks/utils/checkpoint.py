@@ -63,6 +63,8 @@ class Checkpoints:
     def __init__(self, run, folder, result, resume):
         self.run, self.folder, self.result = run, folder, folder and folder / result
         self.model, self.same, self.found = run.source.directory, None, None
+        on_gpu = run.device.type == "cuda"
+        self.generators = {"random.cpu": torch} | ({"random.cuda": torch.cuda} if on_gpu else {})
         restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         writes = folder is not None and run.rank == 0
         again = run.broadcast(run.together(lambda: writes and self.open(restart, resume)))
@@ -131,7 +133,7 @@ class Checkpoints:
         tensors = {name: run.broadcast(tensors.get(name)) for name in names}
         load_state(tensors, parameters, optimizer)
         if record["world_size"] == run.world_size:
-            for name, generator in self.generators().items():
+            for name, generator in self.generators.items():
                 if name in tensors:
                     # A copy: these read from the beginning of a tensor's storage, and may crash.
                     generator.set_rng_state(tensors[name][run.rank].cpu().clone())
@@ -153,7 +155,7 @@ class Checkpoints:
             return
         tensors = {
             name: all_gather(generator.get_rng_state().to(run.device), run.group)
-            for name, generator in self.generators().items()
+            for name, generator in self.generators.items()
         }
         if run.rank:
             return
@@ -171,15 +173,10 @@ class Checkpoints:
             run.print0(f"note: no checkpoint at step {len(losses)}: {error} (more than {needed} "
                        f"bytes needed, {free} free)")  # fmt: skip
 
-    def generators(self):
-        """{name of its state in a checkpoint: module with a generator of random numbers}."""
-        on_gpu = self.run.device.type == "cuda"
-        return {"random.cpu": torch} | ({"random.cuda": torch.cuda} if on_gpu else {})
-
     def interrupt(self, steps):
         """End the job, which has been asked to stop after so many steps."""
-        how = "--resume goes on from the newest checkpoint"
-        how = how if self.folder else "nothing saved: no --output-dir"
+        how = self.folder and "--resume goes on from the newest checkpoint"
+        how = how or "nothing saved: no --output-dir"
         self.run.print0(f"interrupted after {steps} steps; {how}")
         self.run.exit(130)
 

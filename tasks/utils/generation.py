@@ -10,9 +10,9 @@ from utils.errors import UserError
 def encode_prompts(run, prompts, new_tokens):
     """The tokens of each --prompt, padded on the left, and their mask: (B, S) both."""
     source, tokenizer, rows = run.source, run.tokenizer, []
-    limit, vocab_size = source.config.max_position_embeddings, source.config.vocab_size
+    limit = source.config.max_position_embeddings
     for number, prompt in enumerate(prompts):
-        tokens = [i % vocab_size for i in range(1, 6 + number)]
+        tokens = [i % source.config.vocab_size for i in range(1, 6 + number)]
         if tokenizer:
             try:
                 tokens = tokenizer(prompt)["input_ids"]
@@ -23,9 +23,6 @@ def encode_prompts(run, prompts, new_tokens):
         if len(tokens) + new_tokens > limit:
             raise UserError(f"--prompt has {len(tokens)} tokens and --new-tokens adds "
                             f"{new_tokens}, but {source.name} takes {limit}")  # fmt: skip
-        if max(tokens) >= vocab_size:
-            raise UserError(f"--prompt has token {max(tokens)}, but {source.name} has only "
-                            f"{vocab_size}")  # fmt: skip
         if not tokenizer:
             run.print0(f"note: {source.name} has no tokenizer: a prompt is tokens {tokens}")
         rows.append(torch.tensor(tokens, device=run.device))

@@ -202,9 +202,10 @@ class Source:
             tokenizer = PreTrainedTokenizerFast.from_pretrained(self.directory)
         except Exception as error:
             raise UserError(f"{self.name}: tokenizer: {' '.join(str(error).split())}") from None
-        if len(tokenizer) > self.config.vocab_size:
-            raise UserError(f"{self.name}: the tokenizer knows {len(tokenizer)} tokens, the model "
-                            f"only {self.config.vocab_size}")  # fmt: skip
+        known = max(tokenizer.get_vocab().values()) + 1
+        if known > self.config.vocab_size:
+            raise UserError(f"{self.name}: the tokenizer knows {known} tokens, the model only "
+                            f"{self.config.vocab_size}")  # fmt: skip
         return tokenizer
 
 

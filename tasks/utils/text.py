@@ -24,9 +24,8 @@ def load_sequences(run, where, count, seq_len):
 
     Rank 0 alone reads it. where: a file, a URL, or None. None is the book above for models from the
     hub or a directory, and the project's own stories for the others, or where the book is out of
-    reach.
-    Without a tokenizer the tokens are the text's bytes. Raises UserError, on all ranks, for what
-    cannot be read, is not UTF-8, or is too short.
+    reach. Without a tokenizer the tokens are the text's bytes. Raises UserError, on all ranks, for
+    what cannot be read, is not UTF-8, or is too short.
     """
     tokenizer, needed = run.tokenizer, count * seq_len
 
@@ -47,14 +46,10 @@ def load_sequences(run, where, count, seq_len):
         if len(tokens) < needed:
             raise UserError(f"--text {name}: {len(tokens)} tokens, but {needed} are needed: give a "
                             "longer text, or a smaller --seq-len")  # fmt: skip
-        if max(tokens) >= run.source.config.vocab_size:
-            raise UserError(f"--text {name}: token {max(tokens)}, but {run.source.name} has only "
-                            f"{run.source.config.vocab_size}")  # fmt: skip
         return name, torch.tensor([tokens])
 
     found = run.together(load)
     name, ids = found or (None, None)
-    name = name and str(name).encode(errors="backslashreplace").decode()
     kind = "" if tokenizer else "; no tokenizer: its bytes are the tokens"
     run.print0(f"text: {name}{kind}")
     ids = run.broadcast(ids)
