@@ -37,7 +37,7 @@ def measure(args):
     with start(args) as run:
         if dist.get_backend() != NAME:
             raise UserError(f"this is about shared memory, not {dist.get_backend()}")
-        groups = dict(zip(GROUPS, (run.group, dist.new_group(backend="gloo")), strict=True))
+        groups = dict(zip(GROUPS, (dist.group.WORLD, dist.new_group(backend="gloo")), strict=True))
         for kib in args.kib:
             x = torch.randn(kib * 256)
             first, second = (x.clone() for _ in groups)

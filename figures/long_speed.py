@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tasks"))
 
@@ -38,17 +39,19 @@ def main():
     args = parser.parse_args()
     args.peft, args.gradient_checkpointing = "prompt", False
     with start(args) as run:
-        model = run.together(lambda: load(run, lambda m: sequence_parallelize(m, run.group)))
+        mesh = run.mesh("sp")
+        model = run.together(lambda: load(run, lambda m: sequence_parallelize(m, mesh)))
         length = args.seq_len - args.num_virtual_tokens
         ids = run.broadcast(torch.randint(run.source.config.vocab_size, (1, length)))
-        alone, own_threads = dist.new_group([0]), torch.get_num_threads()
-        losses = {}
+        first, own_threads, alone, losses = dist.new_group([0]), torch.get_num_threads(), None, {}
+        if run.rank == 0:
+            alone = DeviceMesh.from_group(first, run.device.type, mesh_dim_names=("alone",))
         run.results |= here_and_now(run.device.type, run.world_size)
 
-        def step(name, group, techniques):
-            if group is run.group or run.rank == 0:
-                with num_threads(own_threads * (run.world_size // group.size())):
-                    losses[name] = forward_backward(model, ids, group, techniques)
+        def step(name, mesh, techniques):
+            if mesh:  # else rank 0 is alone with it
+                with num_threads(own_threads * (run.world_size // mesh.size())):
+                    losses[name] = forward_backward(model, ids, mesh, techniques)
                 model.zero_grad()
             yield "step"
 
@@ -60,7 +63,7 @@ def main():
             "checkpointing, tiled loss and MLP": (alone, checkpointing),
             "selective checkpoint, tiled loss and MLP": (alone, selective),
             "long_sequence.py": (alone, Techniques(**tile)),
-            ranks: (run.group, Techniques(**tile)),
+            ranks: (mesh, Techniques(**tile)),
         }
         steps = {name: partial(step, name, *how) for name, how in contenders.items()}
         seconds = interleave(run, steps, args.repeats, warmup=1)

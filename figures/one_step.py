@@ -83,7 +83,8 @@ def main():
     args.peft, args.num_virtual_tokens, args.gradient_checkpointing = "prompt", 32, False
     path, args.json = args.json, None
     with start(args) as run:
-        model = load(run, lambda model: sequence_parallelize(model, run.group))
+        mesh = run.mesh("sp")
+        model = load(run, lambda model: sequence_parallelize(model, mesh))
         config, layers = run.source.config, len(base_of(model).model.layers)
         tile = default_tile_mib(run.device) * 2**20
         techniques = Techniques(offload=args.offload, tile_bytes=tile)
@@ -106,7 +107,7 @@ def main():
         few, reference = ids[:, :64], load(run)
         expected, own = expect_step(run, run.references(reference), few)
         del reference
-        loss = forward_backward(model, few, run.group, techniques)
+        loss = forward_backward(model, few, mesh, techniques)
         run.check("loss of 64 tokens", [(loss, *(x.to(loss) for x in expected))], own=own)
         clock = Clock(run, write)
         for name in clock.done:
@@ -115,7 +116,7 @@ def main():
 
         def step():
             try:
-                record["loss"] = forward_backward(model, ids, run.group, techniques).item()
+                record["loss"] = forward_backward(model, ids, mesh, techniques).item()
             except OverTime:
                 run.print0(f"note: stopped after {args.limit} s; the rest is not measured")
 

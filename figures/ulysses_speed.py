@@ -8,6 +8,7 @@ the other checks would take longer than the measurement, and more memory.
 """
 
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -31,13 +32,9 @@ def main():
     add("--repeats", type=positive, default=7, help="timed steps of each; default 7")
     args = parser.parse_args()
     with start(args) as run:
-
-        def parallelize(model):
-            sequence_parallelize(model, run.group)
-
-        def reduce(tensors):
-            sum_gradients(tensors, run.group)
-
+        mesh = run.mesh("sp")
+        parallelize = partial(sequence_parallelize, mesh=mesh)
+        reduce = partial(sum_gradients, mesh=mesh)
         run.results |= here_and_now(run.device.type, run.world_size)
         source, place = run.source, (run.dtype, run.device)
         reference = source.load_model(*place) if run.rank == 0 else None

@@ -25,7 +25,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -38,7 +37,7 @@ from torch.distributed.tensor.parallel import (
 from transformers import LlamaConfig
 
 from tp_mlp import Block, block_step
-from utils.collectives import SharedLinear, subgroup, sum_over_ranks
+from utils.collectives import SharedLinear, group_of_axis, subgroup, sum_over_ranks
 from utils.errors import UserError
 from utils.flags import add_model_flags, make_parser, positive
 from utils.generation import check_continuation, hf_generate
@@ -94,7 +93,8 @@ class VocabularyRows(ParallelStyle):
     def _apply(self, module, mesh):
         rows = distribute_tensor(module.weight, mesh, [Shard(0)])
         module.weight = nn.Parameter(rows, requires_grad=module.weight.requires_grad)
-        first, end = shard_of(module.weight)[1:]
+        mine = shard_of(module.weight)[0]
+        first, end = mine.start, mine.stop
         words = len(module.weight)
         if (mesh.size() - 1) * -(-words // mesh.size()) >= words:  # equal chunks, the last short
             raise UserError(
@@ -149,6 +149,7 @@ def dtensor_parallelize(model, mesh, plan=PLAN):
     model, ValueError for a model that is split already.
     Source: torch.distributed.tensor.parallel; Megatron-LM, arXiv 1909.08053, section 3.
     """
+    group_of_axis(mesh)  # it has one
     refuse_as_whole(model)
     ranks, config = mesh.size(), model.config
     if config.num_key_value_heads % ranks:
@@ -259,8 +260,8 @@ def summed_logits(logits):
 
     The all-gather of DTensor takes CUDA's memory for the CPU's on gloo (pytorch issue 152645).
     """
-    _, first, stop = shard_of(logits)
-    mine = F.pad(logits.to_local(), (first, logits.shape[-1] - stop))
+    rows = shard_of(logits)[-1]
+    mine = F.pad(logits.to_local(), (rows.start, logits.shape[-1] - rows.stop))
     return sum_over_ranks(mine, logits.device_mesh.get_group())
 
 
@@ -314,7 +315,7 @@ def main():
     )  # fmt: skip
     args = parser.parse_args()
     with start(args) as run, loss_parallel():
-        mesh = DeviceMesh.from_group(run.group, run.device.type)
+        mesh = run.mesh("tp")
         show_mlp(run, mesh)
 
         def parallelize(model):

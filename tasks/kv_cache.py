@@ -28,7 +28,6 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from torch.distributed.device_mesh import DeviceMesh
 from transformers import DynamicCache, StaticCache
 
 from dtensor_llama import dtensor_parallelize, whole_logits
@@ -263,7 +262,7 @@ def main():
     add("--repeats", type=natural, help=REPEATS_HELP)
     args = parser.parse_args()
     with start(args) as run:
-        mesh = DeviceMesh.from_group(run.group, run.device.type)
+        mesh = run.mesh("tp")
         tokenizer = run.together(run.source.tokenizer)
         prompts = encode_prompts(run, run.source, tokenizer)
 
@@ -278,7 +277,7 @@ def main():
         references = run.references(reference)
         models = {
             "hand-made": (
-                run.together(lambda: load(lambda model: tensor_parallelize(model, run.group))),
+                run.together(lambda: load(lambda model: tensor_parallelize(model, mesh))),
                 choose_among_ranks,
             ),
             "DTensor": (

@@ -36,7 +36,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
-from utils.collectives import copy_to_ranks, sum_over_ranks
+from utils.collectives import copy_to_ranks, group_of_axis, sum_over_ranks
 from utils.flags import make_parser, positive
 from utils.float64 import compute_in_float64
 from utils.job import start
@@ -62,8 +62,8 @@ class Block(nn.Module):
         return dropout(self.mlp(self.norm(x)), self.dropout)
 
 
-def tensor_parallelize_mlp(mlp, group):
-    """Make a LlamaMLP tensor-parallel in place, over the ranks of `group`.
+def tensor_parallelize_mlp(mlp, mesh):
+    """Make a LlamaMLP tensor-parallel in place, over the ranks of `mesh`, which has one axis.
 
                   whole       this rank's
     gate_proj     (F, H)      (F/P, H)      column-parallel
@@ -71,9 +71,10 @@ def tensor_parallelize_mlp(mlp, group):
     down_proj     (H, F)      (H, F/P)      row-parallel
 
     F need not divide by P. A bias of gate_proj and up_proj is split with its units; that of
-    down_proj must enter the sum over ranks once, so rank 0 of the group has it.
+    down_proj must enter the sum over ranks once, so rank 0 of the axis has it.
     Source: Megatron-LM, arXiv 1909.08053, section 3.
     """
+    group = group_of_axis(mesh)
     rank, ranks = group.rank(), group.size()
     units = shard_range(mlp.up_proj.out_features, ranks, rank)
     keep_shard(mlp.gate_proj, 0, *units)
@@ -85,12 +86,12 @@ def tensor_parallelize_mlp(mlp, group):
     mlp.register_forward_hook(lambda module, args, y: sum_over_ranks(y, group))
 
 
-def load_block(run, config, read, group=None):
-    """A Block filled by read(name, shard), or with `group` this rank's share of it."""
+def load_block(run, config, read, mesh=None):
+    """A Block filled by read(name, shard), or with `mesh` this rank's share of it."""
     with torch.device("meta"):
         block = Block(config)
-    if group:
-        tensor_parallelize_mlp(block.mlp, group)
+    if mesh:
+        tensor_parallelize_mlp(block.mlp, mesh)
     return materialize(block, read, run.dtype, run.device)
 
 
@@ -182,14 +183,14 @@ def main():
     args = parser.parse_args()
     with start(args) as run:
         # The first MLP of --model, with its own sizes and weights.
-        config = run.source.config
+        config, mesh = run.source.config, run.mesh("tp")
 
         def read(name, shard=None):
             name = name.replace("norm", "post_attention_layernorm")
             return run.source.read(f"model.layers.0.{name}", shard)
 
         reference = load_block(run, config, read) if run.rank == 0 else None
-        parallel = run.together(lambda: load_block(run, config, read, run.group))
+        parallel = run.together(lambda: load_block(run, config, read, mesh))
         x = torch.randn(2, 5, config.hidden_size, dtype=torch.float32)
         compare(run, args.model, reference, parallel, run.broadcast(x).to(run.dtype))
 
@@ -204,7 +205,7 @@ def main():
             torch.manual_seed(args.seed)
             reference = run.place(Block(config))  # before x: the golden values need this order
             x = torch.randn(1, args.hidden_size, dtype=torch.float32)
-        parallel = load_block(run, config, run.deal(reference), run.group)
+        parallel = load_block(run, config, run.deal(reference), mesh)
         x = run.broadcast(x).to(run.dtype)
         y, x_grad = compare(run, "assignment", reference, parallel, x)
         demo = (args.hidden_size, args.intermediate_size, args.seed) == (4096, 14336, 1337)

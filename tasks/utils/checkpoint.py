@@ -22,7 +22,6 @@ import torch
 from filelock import FileLock, Timeout
 from safetensors.torch import load_file, save_file
 
-from utils.collectives import all_gather
 from utils.errors import UserError
 
 STATE, RECORD, MANIFEST = "state.safetensors", "record.json", "manifest.json"
@@ -92,9 +91,9 @@ def save(run, parameters, optimizer, losses, same):
     """
     if run.args.output_dir is None:
         return
-    tensors = {"random.cpu": all_gather(torch.get_rng_state().to(run.device), run.group)}
+    tensors = {"random.cpu": run.gather(torch.get_rng_state().to(run.device))}
     if run.device.type == "cuda":
-        tensors["random.cuda"] = all_gather(torch.cuda.get_rng_state().to(run.device), run.group)
+        tensors["random.cuda"] = run.gather(torch.cuda.get_rng_state().to(run.device))
     if run.rank:
         return
     for name, parameter in parameters.items():

@@ -9,7 +9,6 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from utils.collectives import all_gather
 from utils.errors import UserError
 from utils.generation import check_continuation, encode_prompts, recompute
 from utils.measure import measure_memory, measure_time
@@ -159,9 +158,9 @@ def check_model(run, source, parallel, references, batch, loss, reduce):
         )
 
     # The edges of all shards of the vocabulary, again and again.
-    _, first, stop = shard_of(parallel.get_input_embeddings().weight)
-    edges = all_gather(torch.tensor([first, max(first, stop - 1)], device=ids.device), run.group)
-    edges = edges.flatten().repeat(ids.numel())[: ids.numel()].view_as(ids)
+    rows = shard_of(parallel.get_input_embeddings().weight)[0]
+    mine = torch.tensor([rows.start, max(rows.start, rows.stop - 1)], device=ids.device)
+    edges = run.gather(mine).flatten().repeat(ids.numel())[: ids.numel()].view_as(ids)
 
     def only(name):  # of a large model, the first, middle and last layer's
         return not large or "layers." not in name or any(part in name for part in some)

@@ -78,7 +78,7 @@ def check_training(run, model, reference, forward_backward, batches, recomputes=
         expected, own = expect_step(run, references, batches(i))
         model.zero_grad()
         loss = forward_backward(model, batches(i))
-        parts = all_gather(loss.double(), run.group)
+        parts = all_gather(loss.double(), base_of(model).group)  # of all shares of the sequence
         losses.append(parts.new_tensor(sum(parts.tolist())))  # in the order that training adds in
         shown.append(expected[0])
         run.compare("losses", [(losses[-1], *(x.double() for x in expected))], own=own)
@@ -128,7 +128,7 @@ def check_in_float32(run, model, forward_backward, ids, expected, own):
     narrow = [p for p in model.parameters() if p.dtype == run.dtype]
     for parameter in narrow:
         parameter.data = parameter.data.float()
-    loss = all_gather(forward_backward(model, ids), run.group).sum(0)
+    loss = all_gather(forward_backward(model, ids), base_of(model).group).sum(0)
     model.zero_grad()
     for parameter in narrow:
         parameter.data = parameter.data.to(run.dtype)
@@ -141,7 +141,8 @@ def check_techniques(run, model, references, forward_backward, alone, ids, expec
     """Each technique alone: loss and gradients after the steps before (at first LoRA's are 0)."""
     for name, techniques in alone:
         model.zero_grad()
-        loss = all_gather(forward_backward(model, ids, techniques=techniques), run.group).sum(0)
+        loss = forward_backward(model, ids, techniques=techniques)
+        loss = all_gather(loss, base_of(model).group).sum(0)
         run.check(f"{name}: loss", [(loss, *(x.to(loss) for x in expected))], own=own)
         compare_gradients(run, lambda _, name=name: f"{name}: gradients", model, references)
         run.check(f"{name}: gradients")
