@@ -68,7 +68,7 @@ def main():
         steps = {name: partial(step, name, *how) for name, how in contenders.items()}
         seconds = interleave(run, steps, args.repeats, warmup=1)
         baseline = next(iter(contenders))
-        dist.all_reduce(losses[ranks])
+        dist.all_reduce(losses[ranks], group=mesh.get_group())
         for name in contenders:
             values = [run.broadcast(losses.get(which)) for which in (name, baseline)]
             # Two runs are compared here, without a wider one: by 1e-5 of the loss, as ever.

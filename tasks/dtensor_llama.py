@@ -149,7 +149,7 @@ def dtensor_parallelize(model, mesh, plan=PLAN):
     model, ValueError for a model that is split already.
     Source: torch.distributed.tensor.parallel; Megatron-LM, arXiv 1909.08053, section 3.
     """
-    group_of_axis(mesh)  # it has one
+    group_of_axis(mesh)  # raises for a mesh of two
     refuse_as_whole(model)
     ranks, config = mesh.size(), model.config
     if config.num_key_value_heads % ranks:
@@ -260,8 +260,8 @@ def summed_logits(logits):
 
     The all-gather of DTensor takes CUDA's memory for the CPU's on gloo (pytorch issue 152645).
     """
-    rows = shard_of(logits)[-1]
-    mine = F.pad(logits.to_local(), (rows.start, logits.shape[-1] - rows.stop))
+    own = shard_of(logits)[-1]
+    mine = F.pad(logits.to_local(), (own.start, logits.shape[-1] - own.stop))
     return sum_over_ranks(mine, logits.device_mesh.get_group())
 
 

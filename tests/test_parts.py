@@ -96,9 +96,11 @@ from tp_llama import tensor_parallelize
 from ulysses_forward import sequence_parallelize
 from utils.collectives import sum_gradients
 from utils.shards import shard_of
+from utils.shared_group import NAME
+from utils.shared_memory import neighbourhood
 
 if __name__ == "__main__":
-    dist.init_process_group("gloo")
+    dist.init_process_group(NAME if neighbourhood() else "gloo")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("sp", "tp"))
     here, everything = mesh.get_coordinate(), Replicate()
     for size in (8, 6), (7, 5), (3, 1):
