@@ -36,7 +36,7 @@ def measure(run, args):
     """Seconds of each sum: {"8" (KiB): {group: [s, ...]}}, after a check of what it gives."""
     if dist.get_backend() != NAME:
         raise UserError(f"this is about shared memory, not {dist.get_backend()}")
-    groups = dict(zip(GROUPS, (run.group, dist.new_group(backend="gloo")), strict=True))
+    groups = dict(zip(GROUPS, (dist.group.WORLD, dist.new_group(backend="gloo")), strict=True))
     for kib in args.kib:
         x = torch.randn(kib * 256)
         first, second = (x.clone() for _ in groups)

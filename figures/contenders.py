@@ -18,21 +18,22 @@ from tp_llama import tensor_parallelize
 from utils.traffic import bytes_sent
 
 
-def mesh_of(group, device_type):
-    """A mesh of one axis, named after the group's backend.
+def mesh_by_gloo(device_type):
+    """A mesh of all ranks like `Run.mesh`, but by gloo, and so with another name.
 
     Meshes of the same ranks and names are equal, whatever their groups, and DTensor's caches are by
-    mesh: without a name of its own the second would talk through the first one's group.
+    mesh: without that name the second would talk through the first one's group. (transformers'
+    plan makes one called tp.)
     """
-    names = (f"tp_{dist.get_backend(group)}",)
-    return DeviceMesh.from_group(group, device_type, mesh_dim_names=names)
+    gloo = dist.new_group(backend="gloo")
+    return DeviceMesh.from_group(gloo, device_type, mesh_dim_names=("tp_gloo",))
 
 
 class Single:
     """The unmodified model, rank 0's alone."""
 
-    def __init__(self, run, group=None):
-        self.run, self.group = run, group
+    def __init__(self, run, mesh=None):
+        self.run, self.mesh = run, mesh
 
     choose = staticmethod(choose_whole)
     context = staticmethod(contextlib.nullcontext)
@@ -42,7 +43,7 @@ class HandMade(Single):
     """Task 2: f, g and a vocabulary-parallel loss, written out."""
 
     def parallelize(self, model):
-        tensor_parallelize(model, self.group)
+        tensor_parallelize(model, self.mesh)
 
     choose = staticmethod(choose_among_ranks)
 
@@ -60,10 +61,6 @@ class HandMade(Single):
 
 class DTensorPlan(HandMade):
     """Task 3: parallelize_module, and loss_parallel."""
-
-    def __init__(self, run, group):
-        super().__init__(run, group)
-        self.mesh = mesh_of(group, run.device.type)
 
     def parallelize(self, model):
         dtensor_parallelize(model, self.mesh)
@@ -89,9 +86,8 @@ class TransformersPlan(HandMade):
 
         config = DistributedConfig(tp_size=self.run.world_size, tp_plan="auto")
         config, _, meshes = model.prepare_distribute_model(config)
-        mesh = mesh_of(self.group, self.run.device.type)
         usual = meshes.get_mesh
-        meshes.get_mesh = lambda name: mesh if name == "tp" else usual(name)
+        meshes.get_mesh = lambda name: self.mesh if name == "tp" else usual(name)
         embedding, head = model.model.embed_tokens, model.lm_head
         tied = head.weight is embedding.weight
         if tied:  # it wants to split them one by one
@@ -117,9 +113,10 @@ BY_GLOO = {f"{name}, gloo": technique for name, technique in TECHNIQUES.items()}
 
 def split(run, techniques):
     """{name: technique} and {name: model on this rank}; by gloo, of the same weights."""
-    gloo = dist.new_group(backend="gloo") if BY_GLOO.keys() & set(techniques) else None
+    own = run.mesh("tp_own")
+    gloo = mesh_by_gloo(run.device.type) if BY_GLOO.keys() & set(techniques) else None
     made = {
-        name: BY_GLOO[name](run, gloo) if name in BY_GLOO else TECHNIQUES[name](run, run.group)
+        name: BY_GLOO[name](run, gloo) if name in BY_GLOO else TECHNIQUES[name](run, own)
         for name in techniques
     }
     models = {}
@@ -132,8 +129,8 @@ def split(run, techniques):
     few = torch.zeros(1, 8, dtype=torch.long, device=run.device)
     for name, model in models.items():
         with torch.no_grad():
-            counted, wire = bytes_sent(run, partial(model, few), made[name].group)
-        # By gloo it must be, and not through another contender's group: see `mesh_of`.
+            counted, wire = bytes_sent(run, partial(model, few), made[name].mesh.get_group())
+        # By gloo it must be, and not through another contender's group: see `mesh_by_gloo`.
         assert wire is None or wire > 0.9 * counted, (name, counted, wire)
     return made, models
 

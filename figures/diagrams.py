@@ -19,7 +19,6 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "tasks"))
 
 import torch
-import torch.distributed as dist
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from records import torchrun
@@ -126,10 +125,9 @@ def record(run, parallelize, reduce, reference, ids):
     run.check("loss", [(loss.detach(), *expected)], own=own)
 
     events = one_layer(recorder.events)
-    held = {name.removeprefix("model."): (list(p.shape), shard_of(p))
+    held = {name.removeprefix("model."): (list(p.shape), [(s.start, s.stop) for s in shard_of(p)])
             for name, p in model.named_parameters(remove_duplicate=False)}  # fmt: skip
-    everyone = [None] * run.world_size
-    dist.all_gather_object(everyone, (events, held))
+    everyone = run.gather_objects((events, held))
     whole = run.broadcast(reference and {
         name.removeprefix("model."): list(p.shape)
         for name, p in reference.named_parameters(remove_duplicate=False)
@@ -137,7 +135,7 @@ def record(run, parallelize, reduce, reference, ids):
     return {
         "parameters": {
             name: {"whole": whole[name], "shapes": [holds[name][0] for _, holds in everyone],
-                   "shards": [holds[name][1] for _, holds in everyone]}  # (dim, start, stop)
+                   "regions": [holds[name][1] for _, holds in everyone]}  # (start, stop) a dim
             for name in held if name.rpartition(".")[0] in {event["at"] for event in events}
         },
         "events": [together(same) for same in zip(*(told for told, _ in everyone), strict=True)],
@@ -153,7 +151,7 @@ def together(ranks):
 
 def measure(run, args):
     """Both techniques, on the ranks of this job."""
-    config, group = run.source.config, run.group
+    config, tp, sp = run.source.config, run.mesh("tp"), run.mesh("sp")
     reference = run.load_model() if run.rank == 0 else None
     ids = run.broadcast(torch.randint(config.vocab_size, (args.batch_size, args.seq_len)))
     run.results["sizes"] = {
@@ -163,11 +161,11 @@ def measure(run, args):
         "P": run.world_size, "layers": config.num_hidden_layers,
     }  # fmt: skip
     run.results["tp"] = record(
-        run, lambda model: tensor_parallelize(model, group), lambda _: None, reference, ids
+        run, lambda model: tensor_parallelize(model, tp), lambda _: None, reference, ids
     )
     run.results["ulysses"] = record(
-        run, lambda model: sequence_parallelize(model, group),
-        lambda tensors: sum_gradients(tensors, group), reference, ids,
+        run, lambda model: sequence_parallelize(model, sp),
+        lambda tensors: sum_gradients(tensors, sp), reference, ids,
     )  # fmt: skip
 
 

@@ -2,23 +2,16 @@
 
 The forward runs down the left, the backward up the right, so that a module and its backward, a
 collective and its conjugate, are one row. Rows, bars and numbers are what `diagrams.py` recorded;
-only the names are ours. Lengths are inches, y counts downwards.
+only the names are ours.
 """
 
 import itertools
 import math
 
-import matplotlib
+from canvas import LINE, PALE, RANKS, SENT, Canvas
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-
-# Okabe and Ito's colours, which colour-blind readers can tell apart; hatches for print.
-RANKS = [("#0072B2", ""), ("#E69F00", "////"), ("#009E73", "...."), ("#CC79A7", "xxxx")]
-SAME, SENT, PALE, LINE = "#BDBDBD", "#D55E00", "#FBE6DA", "#888888"
 LEFT, LANE, BACK, SPACE, GRID, BAR, STEP = 1.3, 2.65, 1.4, 0.15, 0.62, 0.26, 0.12
 WIDEST = 1.6  # of a weight that is drawn; a real model's vocabulary would take more
-ARROW = {"arrowstyle": "-|>", "shrinkA": 0, "shrinkB": 0, "mutation_scale": 8}
 # The row of a module, and its output and its weight in the project's letters.
 MODULES = {
     "tokens": (None, "B,S", None),
@@ -76,16 +69,16 @@ def ranges(lengths):
     return list(itertools.pairwise(itertools.accumulate(lengths, initial=0)))
 
 
-class Diagram:
+class Diagram(Canvas):
     """One technique's picture, drawn from the top down."""
 
     def __init__(self, data, technique):
+        super().__init__()
         self.data, self.technique, self.sizes = data, technique, data["results"]["sizes"]
         self.parameters = data["results"][technique]["parameters"]
         self.events = data["results"][technique]["events"]
         self.ranks, self.y = range(self.sizes["P"]), 0.75
         self.scale = 0.45 / max(self.sizes["F"], self.sizes["H"])
-        self.axis = plt.figure().add_axes((0, 0, 1, 1))
         self.width = LEFT + len(self.ranks) * (LANE + BACK) + SPACE + 0.05
         begun = [e for e in self.events if "input" in e]
         self.rows = [list(r) for _, r in itertools.groupby(begun, lambda e: MODULES[leaf(e)][0])]
@@ -102,22 +95,7 @@ class Diagram:
                 for (first, _), shape in zip(heads, attention["keys"], strict=True)]  # fmt: skip
         self.heads = {"q": (self.sizes["N"], heads), "k": (self.sizes["K"], keys)}
 
-    # ------------------------------------------------------------ what is drawn with
-
-    def text(self, x, y, text, **style):
-        self.axis.text(x, y, text, **{"ha": "center", "va": "center", "fontsize": 8.5} | style)
-
-    def box(self, x, y, width, height, colour="none", edge="black", **style):
-        style = {"linewidth": 0.8} | style
-        self.axis.add_patch(plt.Rectangle((x, y), width, height, fc=colour, ec=edge, **style))
-
-    def fill(self, x, y, width, height, rank):
-        """In a rank's colour; None: in that of what is the same on all ranks."""
-        colour, hatch = (SAME, "") if rank is None else RANKS[rank % len(RANKS)]
-        self.box(x, y, width, height, colour, "white", hatch=hatch, linewidth=0)
-
-    def arrow(self, start, end, colour="#555555"):
-        self.axis.annotate("", end, start, arrowprops=ARROW | {"color": colour})
+    # ------------------------------------------------------------ lanes
 
     def lanes(self, forward):
         """(rank, where its lane begins, how wide it is), in one half."""
@@ -203,12 +181,13 @@ class Diagram:
 
     def weight(self, rank, x, middle, event, held, siblings):
         """A weight's outline, inputs down and outputs across, and the rank's slice in it."""
-        shape, (dim, start, stop) = held["shapes"][rank], held["shards"][rank]
+        shape, region = held["shapes"][rank], held["regions"][rank]
         box = [held["whole"][0] * self.scale, held["whole"][1] * self.scale if shape[1:] else 0.04]
         box[0] = min(box[0], WIDEST)
         place, part = [x, middle - box[1] / 2], box.copy()
-        place[dim] += box[dim] * start / held["whole"][dim]
-        part[dim] *= (stop - start) / held["whole"][dim]
+        for dim, ((start, stop), whole) in enumerate(zip(region, held["whole"], strict=True)):
+            place[dim] += box[dim] * start / whole
+            part[dim] *= (stop - start) / whole
         self.fill(*place, *part, rank if shape != held["whole"] else None)
         self.box(x, middle - box[1] / 2, *box)
         letters = self.named(MODULES[leaf(event)][2], shape)
@@ -355,12 +334,7 @@ class Diagram:
         self.box(0.1, y + 0.24, 0.3, 0.14, PALE, SENT, linewidth=1.6)
         what = "a collective, and what each rank sends; an all-reduce 2 (P-1)/P of its tensor. "
         self.text(0.48, y + 0.31, what + sums, ha="left")
-        self.axis.set(xlim=(0, self.width), ylim=(y + 0.5, 0))
-        self.axis.axis("off")
-        self.axis.figure.set_size_inches(self.width, y + 0.5)
-        self.axis.figure.savefig(path, dpi=150)
-        plt.close(self.axis.figure)
-        print(f"wrote {path}")
+        self.save(path, self.width, y + 0.5)
 
 
 def draw_diagrams(data, path):

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tasks"))
 
@@ -41,18 +42,20 @@ def main():
 def measure(run, args):
     """Seconds of each contender's steps, after which their losses are compared."""
     adapter = adapter_config("prompt", args.num_virtual_tokens)
-    parallelize = partial(sequence_parallelize, group=run.group)
+    mesh = run.mesh("sp")
+    parallelize = partial(sequence_parallelize, mesh=mesh)
     model = run.together(lambda: load(run, adapter, parallelize))
     length = args.seq_len - args.num_virtual_tokens
     ids = run.broadcast(torch.randint(run.source.config.vocab_size, (1, length)))
-    alone, own_threads = dist.new_group([0]), torch.get_num_threads()
-    losses = {}
+    first, own_threads, alone, losses = dist.new_group([0]), torch.get_num_threads(), None, {}
+    if run.rank == 0:
+        alone = DeviceMesh.from_group(first, run.device.type, mesh_dim_names=("alone",))
     run.results |= here_and_now(run.device.type, run.world_size)
 
-    def step(name, group, techniques):
-        if group is run.group or run.rank == 0:
-            with num_threads(own_threads * (run.world_size // group.size())):
-                losses[name] = forward_backward(model, ids, group, techniques)
+    def step(name, mesh, techniques):
+        if mesh:  # else rank 0 is alone with it
+            with num_threads(own_threads * (run.world_size // mesh.size())):
+                losses[name] = forward_backward(model, ids, mesh, techniques)
             model.zero_grad()
         yield "step"
 
@@ -64,7 +67,7 @@ def measure(run, args):
         "checkpointing, tiled loss and MLP": (alone, checkpointing),
         "selective checkpoint, tiled loss and MLP": (alone, selective),
         "long_sequence.py": (alone, Techniques(**tile)),
-        ranks: (run.group, Techniques(**tile)),
+        ranks: (mesh, Techniques(**tile)),
     }
     steps = {name: partial(step, name, *how) for name, how in contenders.items()}
     seconds = interleave(run, steps, args.repeats, warmup=1)

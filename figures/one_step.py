@@ -88,8 +88,8 @@ def main():
 
 def measure(run, args, path):
     """The step, and its record, into path."""
-    adapter = adapter_config("prompt")
-    model = load(run, adapter, partial(sequence_parallelize, group=run.group))
+    adapter, mesh = adapter_config("prompt"), run.mesh("sp")
+    model = load(run, adapter, partial(sequence_parallelize, mesh=mesh))
     config, layers = run.source.config, len(base_of(model).model.layers)
     tile = default_tile_mib(run.device) * 2**20
     techniques = Techniques(offload=args.offload, tile_bytes=tile)
@@ -114,7 +114,7 @@ def measure(run, args, path):
     few, reference = ids[:, :64], load(run, adapter)
     expected, own = expect_step(run, run.references(reference), few)
     del reference
-    loss = forward_backward(model, few, run.group, techniques)
+    loss = forward_backward(model, few, mesh, techniques)
     run.check("loss of 64 tokens", [(loss, *(x.to(loss) for x in expected))], own=own)
     clock = Clock(run, args.limit, write)
     for name in clock.done:
@@ -123,7 +123,7 @@ def measure(run, args, path):
 
     def step():
         try:
-            record["loss"] = forward_backward(model, ids, run.group, techniques).item()
+            record["loss"] = forward_backward(model, ids, mesh, techniques).item()
         except OverTime:
             run.print0(f"note: stopped after {args.limit} s; the rest is not measured")
 

@@ -26,7 +26,6 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent / "tasks"), str(HERE.parent / "tests")]
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import loss_parallel
 
 from conftest import make_llama
@@ -80,13 +79,12 @@ def measure_all(run, args):
     run.exit = lambda code: None  # a refusal is recorded, not the end
     check, run.wrong = run.check, {}
     run.check = partial(check_both, run, check)
-    mesh = DeviceMesh.from_group(run.group, run.device.type)
+    tp, sp = run.mesh("tp"), run.mesh("sp")
     techniques = {
-        "Task 2": (partial(tensor_parallelize, group=run.group), None),
-        "Task 3": (partial(dtensor_parallelize, mesh=mesh), None),
-        "Task 4": (partial(sequence_parallelize, group=run.group),
-                   partial(sum_gradients, group=run.group)),
-    }  # fmt: skip
+        "Task 2": (partial(tensor_parallelize, mesh=tp), None),
+        "Task 3": (partial(dtensor_parallelize, mesh=tp), None),
+        "Task 4": (partial(sequence_parallelize, mesh=sp), partial(sum_gradients, mesh=sp)),
+    }
     for number, (name, (parallelize, reduce)) in enumerate(techniques.items()):
         reference = run.load_model() if run.rank == 0 else None
         references = run.references(reference)

@@ -14,6 +14,7 @@ and of tokens.
 """
 
 import argparse
+import itertools
 import os
 import statistics
 import sys
@@ -86,7 +87,7 @@ def measure(run, args):
         phases = train(name)
         next(phases)
         send = [partial(next, phases)] * 2
-        both = [bytes_sent(run, each, technique.group) for each in send]
+        both = [bytes_sent(run, each, technique.mesh.get_group()) for each in send]
         list(phases)
         run.results[name] = {
             "sent_bytes": [counted for counted, _ in both], "formula_bytes": formula,
@@ -183,21 +184,7 @@ def drive(args):
         "prompt_tokens": PROMPT, "new_tokens": NEW_TOKENS,
     }  # fmt: skip
     whole = resume(args.output, setting)
-    there = {(run["world_size"], run["seq_len"], run["technique"]) for run in whole["runs"]}
-    jobs = []
-    for seq_len in args.seq_lens:
-        for ranks in args.ranks:
-            # transformers' plan needs two; so does gloo, to be compared.
-            wanted = [t for t in args.techniques if ranks > 1 or t in ("hand-made", "DTensor")]
-            if on_gpu or seq_len > min(args.seq_lens):
-                wanted = [t for t in wanted if t not in BY_GLOO]
-            if args.missing:
-                wanted = [t for t in wanted if (ranks, seq_len, t) not in there]
-            # Else memory is what there is too little of (24 GB were, for 2 ranks at 2,048 tokens).
-            together = on_gpu or (ranks <= os.cpu_count() and ranks * seq_len <= 2048)
-            pairs = [[t for t in wanted if t.startswith(name)] for name in TECHNIQUES]
-            parts = [wanted] if together else pairs
-            jobs += [(ranks, seq_len, part) for part in parts if part]
+    jobs = list(choose_jobs(args, on_gpu, whole["runs"]))
     if not jobs:  # transformers' plan on one rank, or with --missing all of it
         print(f"nothing to measure, or {args.output} has it")
         return
@@ -232,6 +219,23 @@ def drive(args):
     if failed:
         sys.exit(f"error: failed: {'; '.join(failed)}. The rest is in {args.output}")
     print(f"wrote {args.output}")
+
+
+def choose_jobs(args, on_gpu, runs):
+    """Yield (ranks, tokens, techniques) of each job; runs: the records that the output has."""
+    there = {(run["world_size"], run["seq_len"], run["technique"]) for run in runs}
+    for seq_len, ranks in itertools.product(args.seq_lens, args.ranks):
+        # transformers' plan needs two; so does gloo, to be compared.
+        wanted = [t for t in args.techniques if ranks > 1 or t in ("hand-made", "DTensor")]
+        if on_gpu or seq_len > min(args.seq_lens):
+            wanted = [t for t in wanted if t not in BY_GLOO]
+        if args.missing:
+            wanted = [t for t in wanted if (ranks, seq_len, t) not in there]
+        # Else memory is what there is too little of (24 GB were, for 2 ranks at 2,048 tokens).
+        together = on_gpu or (ranks <= os.cpu_count() and ranks * seq_len <= 2048)
+        pairs = [[t for t in wanted if t.startswith(name)] for name in TECHNIQUES]
+        parts = [wanted] if together else pairs
+        yield from ((ranks, seq_len, part) for part in parts if part)
 
 
 def job(ranks, threads, words):

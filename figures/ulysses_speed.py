@@ -8,6 +8,7 @@ the other checks would take longer than the measurement, and more memory.
 """
 
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -34,13 +35,8 @@ def main():
 
 def measure(run, args):
     """Time and memory of both, after a check of the loss."""
-
-    def parallelize(model):
-        sequence_parallelize(model, run.group)
-
-    def reduce(tensors):
-        sum_gradients(tensors, run.group)
-
+    mesh = run.mesh("sp")
+    parallelize, reduce = (partial(f, mesh=mesh) for f in (sequence_parallelize, sum_gradients))
     run.results |= here_and_now(run.device.type, run.world_size)
     reference = run.load_model() if run.rank == 0 else None
     parallel = run.load_model(parallelize)

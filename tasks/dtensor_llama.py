@@ -24,7 +24,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -35,7 +34,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from tp_mlp import block_step, make_demo
-from utils.collectives import SharedLinear, subgroup, sum_over_ranks
+from utils.collectives import SharedLinear, group_of_axis, subgroup, sum_over_ranks
 from utils.errors import UserError
 from utils.flags import Workload, add_model_flags, make_parser, positive
 from utils.generation import check_continuation, hf_generate
@@ -91,7 +90,8 @@ class VocabularyRows(ParallelStyle):
     def _apply(self, module, mesh):
         rows = distribute_tensor(module.weight, mesh, [Shard(0)])
         module.weight = nn.Parameter(rows, requires_grad=module.weight.requires_grad)
-        first, end = shard_of(module.weight)[1:]
+        mine = shard_of(module.weight)[0]
+        first, end = mine.start, mine.stop
         words = len(module.weight)
         if (mesh.size() - 1) * -(-words // mesh.size()) >= words:  # equal chunks, the last short
             raise UserError(
@@ -146,6 +146,7 @@ def dtensor_parallelize(model, mesh, plan=PLAN):
     model, ValueError for a model that is split already.
     Source: torch.distributed.tensor.parallel; Megatron-LM, arXiv 1909.08053, section 3.
     """
+    group_of_axis(mesh)  # raises for a mesh of two
     refuse_as_whole(model)
     ranks, config = mesh.size(), model.config
     if config.num_key_value_heads % ranks:
@@ -246,8 +247,8 @@ def summed_logits(logits):
 
     The all-gather of DTensor takes CUDA's memory for the CPU's on gloo (pytorch issue 152645).
     """
-    _, first, stop = shard_of(logits)
-    mine = F.pad(logits.to_local(), (first, logits.shape[-1] - stop))
+    own = shard_of(logits)[-1]
+    mine = F.pad(logits.to_local(), (own.start, logits.shape[-1] - own.stop))
     return sum_over_ranks(mine, logits.device_mesh.get_group())
 
 
@@ -292,7 +293,7 @@ def main():
 
 def show(run, args):
     """The assignment's MLP; then all checks of the model, its text, time and memory."""
-    mesh = DeviceMesh.from_group(run.group, run.device.type)
+    mesh = run.mesh("tp")
     show_mlp(run, mesh)
 
     def also(prompt, batch, parallel, references):

@@ -28,7 +28,6 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from torch.distributed.device_mesh import DeviceMesh
 from transformers import DynamicCache, StaticCache
 
 from dtensor_llama import dtensor_parallelize, whole_logits
@@ -256,7 +255,7 @@ def main():
 
 def show(run, args):
     """Both models' text by every way there is, their caches, and their speed."""
-    mesh = DeviceMesh.from_group(run.group, run.device.type)
+    mesh = run.mesh("tp")
     prompts = encode_prompts(run, args.prompt, args.new_tokens)
 
     def load(parallelize=None):
@@ -268,7 +267,7 @@ def show(run, args):
 
     reference = load() if run.rank == 0 else None
     references = run.references(reference)
-    by_hand = run.together(lambda: load(partial(tensor_parallelize, group=run.group)))
+    by_hand = run.together(lambda: load(partial(tensor_parallelize, mesh=mesh)))
     dtensor = run.together(lambda: load(partial(dtensor_parallelize, mesh=mesh)))
     models = {
         "hand-made": (by_hand, choose_among_ranks),

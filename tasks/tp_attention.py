@@ -29,7 +29,13 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding
 
-from utils.collectives import SharedLinear, copy_to_ranks, subgroup, sum_over_ranks
+from utils.collectives import (
+    SharedLinear,
+    copy_to_ranks,
+    group_of_axis,
+    subgroup,
+    sum_over_ranks,
+)
 from utils.flags import make_parser
 from utils.float64 import Rotary64
 from utils.job import start
@@ -42,8 +48,8 @@ SHAPES = {
 }
 
 
-def tensor_parallelize_attention(attention, group):
-    """Make a LlamaAttention tensor-parallel in place, over the ranks of `group`.
+def tensor_parallelize_attention(attention, mesh):
+    """Make a LlamaAttention tensor-parallel in place, over the ranks of `mesh`, of one axis.
 
                       whole         this rank's
     q_proj            (N D, H)      (N/P D, H)           column-parallel, whole heads
@@ -52,11 +58,12 @@ def tensor_parallelize_attention(attention, group):
 
     Shares may be uneven, see `shard_heads`; with more ranks than KV heads, a KV head is held by
     several ranks and its gradient summed over them. Biases of q, k, v go with their heads; that
-    of o_proj must enter the sum over ranks once, so rank 0 of the group has it.
+    of o_proj must enter the sum over ranks once, so rank 0 of the axis has it.
     Raises UserError for more ranks than query heads.
     Source: Megatron-LM, arXiv 1909.08053, section 3.
     """
-    rank, ranks, D = group.rank(), group.size(), attention.head_dim
+    group, D = group_of_axis(mesh), attention.head_dim
+    rank, ranks = group.rank(), group.size()
     num_heads = attention.q_proj.out_features // D
     num_kv_heads = attention.k_proj.out_features // D
     queries, keys, holders = shard_heads(num_heads, num_kv_heads, ranks, rank)
@@ -110,13 +117,13 @@ def attention_step(attention, x, loss, rotary_tables, mask):
     return y.detach(), x.grad
 
 
-def load_attention(run, config, read, group=None, layer_idx=0):
-    """A LlamaAttention filled by read(name, shard), or with `group` this rank's share of it."""
+def load_attention(run, config, read, mesh=None, layer_idx=0):
+    """A LlamaAttention filled by read(name, shard), or with `mesh` this rank's share of it."""
     config._attn_implementation = "sdpa"
     with torch.device("meta"):
         attention = LlamaAttention(config, layer_idx)
-    if group:
-        tensor_parallelize_attention(attention, group)
+    if mesh:
+        tensor_parallelize_attention(attention, mesh)
     return materialize(attention, read, run.dtype, run.device).eval()
 
 
@@ -213,7 +220,7 @@ def compare_model(run):
         return run.source.read(f"model.layers.0.self_attn.{name}", shard)
 
     reference = load_attention(run, config, read) if run.rank == 0 else None
-    parallel = run.together(lambda: load_attention(run, config, read, run.group))
+    parallel = run.together(lambda: load_attention(run, config, read, run.mesh("tp")))
     compare(run, run.source.name, reference, parallel, batch_size=2, seq_len=37)
 
 
@@ -226,8 +233,8 @@ def random_layers(run, shape, layer_idx=0):
     if run.rank == 0:
         torch.manual_seed(run.seed)
         reference = run.place(LlamaAttention(config, layer_idx)).eval()
-    read = run.deal(reference)
-    return reference, run.together(lambda: load_attention(run, config, read, run.group, layer_idx))
+    read, mesh = run.deal(reference), run.mesh("tp")
+    return reference, run.together(lambda: load_attention(run, config, read, mesh, layer_idx))
 
 
 def show_example(run):

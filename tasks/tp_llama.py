@@ -1,6 +1,6 @@
 """Task 2: a trained Llama, tensor-parallel, in one file.
 
-`tensor_parallelize(model, group)` turns Hugging Face's own LlamaForCausalLM tensor-parallel in
+`tensor_parallelize(model, mesh)` turns Hugging Face's own LlamaForCausalLM tensor-parallel in
 place and from outside: it slices the weights and puts Megatron's f and g around the blocks. What
 Part 1 and Task 1 show one by one is here together, and a third split with it, the vocabulary:
 
@@ -36,6 +36,7 @@ from utils.collectives import (
     all_gather,
     copy_to_ranks,
     gather_shares,
+    group_of_axis,
     subgroup,
     sum_over_ranks,
 )
@@ -56,8 +57,8 @@ from utils.shards import (
 # ---------------------------------------------------------------- the technique
 
 
-def tensor_parallelize(model, group, vocab_parallel=True):
-    """Make a LlamaForCausalLM tensor-parallel in place, over the ranks of `group`.
+def tensor_parallelize(model, mesh, vocab_parallel=True):
+    """Make a LlamaForCausalLM tensor-parallel in place, over the ranks of `mesh`, of one axis.
 
                             whole       this rank's
     q_proj                  (N D, H)    (N/P D, H)      whole heads
@@ -76,6 +77,7 @@ def tensor_parallelize(model, group, vocab_parallel=True):
     already.
     Source: Megatron-LM, arXiv 1909.08053, section 3.
     """
+    group = group_of_axis(mesh)
     refuse_as_whole(model)
     rank, ranks = group.rank(), group.size()
     D = model.model.layers[0].self_attn.head_dim
@@ -84,16 +86,6 @@ def tensor_parallelize(model, group, vocab_parallel=True):
     units = shard_range(model.config.intermediate_size, ranks, rank)
     if ranks > num_kv_heads:
         holders_group = subgroup(group, *holders)
-
-    def f(module, args, kwargs):
-        args = tuple(copy_to_ranks(x, group) for x in args)
-        if "hidden_states" in kwargs:
-            kwargs = kwargs | {"hidden_states": copy_to_ranks(kwargs["hidden_states"], group)}
-        return args, kwargs
-
-    def g(module, args, y):
-        return sum_over_ranks(y, group)
-
     for layer in model.model.layers:
         attention, mlp = layer.self_attn, layer.mlp
         keep_shard(attention.q_proj, 0, queries[0] * D, queries[1] * D)
@@ -109,30 +101,48 @@ def tensor_parallelize(model, group, vocab_parallel=True):
         keep_shard(mlp.down_proj, 1, *units)
 
         for block, last in (attention, attention.o_proj), (mlp, mlp.down_proj):
-            block.register_forward_pre_hook(f, with_kwargs=True)
-            last.register_forward_hook(g)
+            block.register_forward_pre_hook(partial(f, group=group), with_kwargs=True)
+            last.register_forward_hook(partial(g, group=group))
             if rank != 0:
                 last.bias = None  # it must enter the sum over ranks once: rank 0 adds it
 
     if vocab_parallel:
-        if model.config.vocab_size < ranks:
-            raise UserError(f"{ranks} ranks share {model.config.vocab_size} tokens: fewer ranks")
-        rows = shard_range(model.config.vocab_size, ranks, rank)
-        embedding, head = model.model.embed_tokens, model.lm_head
-        tied = head.weight is embedding.weight
-        keep_shard(embedding, 0, *rows)
-        if tied:
-            head.weight, head.out_features = embedding.weight, len(embedding.weight)
-        else:
-            keep_shard(head, 0, *rows)
-        embedding.__class__ = VocabParallelEmbedding
-        embedding.rows, embedding.group = rows, group
-        embedding.vocab_size = model.config.vocab_size
-        head.register_forward_pre_hook(f, with_kwargs=True)
-        model.loss_function = partial(vocab_parallel_loss, rows=rows, group=group)
-        gather = partial(gather_shares, dim=-1, size=model.config.vocab_size, group=group)
-        model.register_forward_hook(with_whole_logits(gather), with_kwargs=True)
+        split_vocabulary(model, group)
     return model
+
+
+def f(module, args, kwargs, group):
+    """A pre-hook: f in front of a block, whose input is positional or, attention's, a keyword."""
+    args = tuple(copy_to_ranks(x, group) for x in args)
+    if "hidden_states" in kwargs:
+        kwargs = kwargs | {"hidden_states": copy_to_ranks(kwargs["hidden_states"], group)}
+    return args, kwargs
+
+
+def g(module, args, y, group):
+    """A hook: g behind a block's last layer."""
+    return sum_over_ranks(y, group)
+
+
+def split_vocabulary(model, group):
+    """Embedding, LM head and loss of `tensor_parallelize`, where the weights may be one (tied)."""
+    vocab_size, ranks = model.config.vocab_size, group.size()
+    if vocab_size < ranks:
+        raise UserError(f"{ranks} ranks share {vocab_size} tokens: fewer ranks")
+    rows = shard_range(vocab_size, ranks, group.rank())
+    embedding, head = model.model.embed_tokens, model.lm_head
+    tied = head.weight is embedding.weight
+    keep_shard(embedding, 0, *rows)
+    if tied:
+        head.weight, head.out_features = embedding.weight, len(embedding.weight)
+    else:
+        keep_shard(head, 0, *rows)
+    embedding.__class__ = VocabParallelEmbedding
+    embedding.rows, embedding.group, embedding.vocab_size = rows, group, vocab_size
+    head.register_forward_pre_hook(partial(f, group=group), with_kwargs=True)
+    model.loss_function = partial(vocab_parallel_loss, rows=rows, group=group)
+    gather = partial(gather_shares, dim=-1, size=vocab_size, group=group)
+    model.register_forward_hook(with_whole_logits(gather), with_kwargs=True)
 
 
 class VocabParallelEmbedding(nn.Embedding):
@@ -218,9 +228,10 @@ def main():
 
 def show(run, args):
     """All checks of the model, its text, time and memory."""
+    mesh = run.mesh("tp")
 
     def parallelize(model):
-        tensor_parallelize(model, run.group, args.vocab_parallel)
+        tensor_parallelize(model, mesh, args.vocab_parallel)
 
     if args.vocab_parallel:
         show_model(run, Workload.of(args), parallelize)

@@ -36,7 +36,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
-from utils.collectives import copy_to_ranks, sum_over_ranks
+from utils.collectives import copy_to_ranks, group_of_axis, sum_over_ranks
 from utils.flags import make_parser, positive
 from utils.float64 import compute_in_float64
 from utils.job import start
@@ -62,8 +62,8 @@ class Block(nn.Module):
         return dropout(self.mlp(self.norm(x)), self.dropout)
 
 
-def tensor_parallelize_mlp(mlp, group):
-    """Make a LlamaMLP tensor-parallel in place, over the ranks of `group`.
+def tensor_parallelize_mlp(mlp, mesh):
+    """Make a LlamaMLP tensor-parallel in place, over the ranks of `mesh`, which has one axis.
 
                   whole       this rank's
     gate_proj     (F, H)      (F/P, H)      column-parallel
@@ -71,9 +71,10 @@ def tensor_parallelize_mlp(mlp, group):
     down_proj     (H, F)      (H, F/P)      row-parallel
 
     F need not divide by P. A bias of gate_proj and up_proj is split with its units; that of
-    down_proj must enter the sum over ranks once, so rank 0 of the group has it.
+    down_proj must enter the sum over ranks once, so rank 0 of the axis has it.
     Source: Megatron-LM, arXiv 1909.08053, section 3.
     """
+    group = group_of_axis(mesh)
     rank, ranks = group.rank(), group.size()
     units = shard_range(mlp.up_proj.out_features, ranks, rank)
     keep_shard(mlp.gate_proj, 0, *units)
@@ -197,9 +198,10 @@ def main():
 
 def show(run, args):
     """The first MLP of --model, with its own sizes and weights; then the assignment's block."""
+    mesh = run.mesh("tp")
 
     def parallelize(block):
-        tensor_parallelize_mlp(block.mlp, run.group)
+        tensor_parallelize_mlp(block.mlp, mesh)
 
     def read(name, shard=None):
         name = name.replace("norm", "post_attention_layernorm")

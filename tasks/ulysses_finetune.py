@@ -75,13 +75,14 @@ SAME = ("peft", "num_virtual_tokens", "lora_rank", "seq_len", "batch_size", "num
 # ---------------------------------------------------------------- the technique
 
 
-def shard_loss(model, ids, group, techniques=None):
+def shard_loss(model, ids, mesh, techniques=None):
     """This rank's part of the mean next-token loss; the ranks' parts add up to it.
 
     (Task 4's `model(ids, labels=ids).loss` is the sum, on every rank. Backward they are the same:
     each rank's weights get the gradient of its own tokens' losses.)
 
     model: a sequence-parallel LlamaForCausalLM, alone or under PEFT. ids: (B, S), on all ranks.
+    mesh: of the one axis on which the sequence is split.
     techniques: what saves memory, see `memory/long_sequence.py`; None: Task 4's own forward.
 
                     whole               this rank's
@@ -92,7 +93,7 @@ def shard_loss(model, ids, group, techniques=None):
     base = base_of(model)
     prompt = virtual_tokens(model, len(ids))
     n, S, embed = len(prompt[0]), ids.shape[1], base.get_input_embeddings()
-    first, stop = shard_range(n + S, group.size(), group.rank())
+    first, stop = shard_range(n + S, mesh.size(), mesh.get_local_rank())
 
     def embeddings():
         tokens = embed(ids[:, max(first - n, 0) : max(stop - n, 0)])
@@ -104,7 +105,7 @@ def shard_loss(model, ids, group, techniques=None):
     count = (targets != -100).sum()
     if techniques:
         mine = targets[:, first:stop]
-        return sequence_loss(base, embeddings, mine, n + S, group, techniques) / count
+        return sequence_loss(base, embeddings, mine, n + S, mesh, techniques) / count
     positions = torch.arange(first, stop, device=ids.device)[None]
     mask = sequence_mask(n + S, device=ids.device)
     output = base.model(inputs_embeds=embeddings(), attention_mask=mask, position_ids=positions)
@@ -112,16 +113,16 @@ def shard_loss(model, ids, group, techniques=None):
     return sum_of_losses(logits, targets[:, first:stop]) / count
 
 
-def forward_backward(model, ids, group, techniques=None, norms=None):
+def forward_backward(model, ids, mesh, techniques=None, norms=None):
     """Fill in the gradients of what is trained, whole on every rank; `shard_loss`, detached.
 
     norms: a list that gets the norm of each gradient before the sum, of this rank's tokens alone.
     """
-    loss = shard_loss(model, ids, group, techniques)
+    loss = shard_loss(model, ids, mesh, techniques)
     loss.backward()
     if norms is not None:
         norms += [p.grad.norm() for p in trained(model).values()]
-    sum_gradients(trained(model).values(), group)
+    sum_gradients(trained(model).values(), mesh)
     return loss.detach()
 
 
@@ -147,7 +148,7 @@ def train(run, model, optimizer, forward_backward, batches, losses, steps, save)
         optimizer.zero_grad()
         loss = forward_backward(model, batches(i), norms=norms)
         mine = torch.stack([x.double() for x in (loss, loss.new_tensor(len(stopped)), *norms)])
-        parts, stops, *norms = all_gather(mine, run.group).T.tolist()
+        parts, stops, *norms = all_gather(mine, base_of(model).group).T.tolist()
         refuse_nan(i, "the loss", parts)
         for name, of_ranks in zip(parameters, norms, strict=True):
             refuse_nan(i, f"the gradient of {name}", of_ranks)
@@ -223,7 +224,8 @@ def finetune(run, args):
 
     adapter = adapter_config(args.peft, args.num_virtual_tokens, args.lora_rank)
     load_model = partial(load, run, adapter, checkpointing=args.gradient_checkpointing)
-    model = run.together(lambda: load_model(partial(sequence_parallelize, group=run.group)))
+    mesh = run.mesh("sp")
+    model = run.together(lambda: load_model(partial(sequence_parallelize, mesh=mesh)))
     parameters, total = trained(model), sum(p.numel() for p in model.parameters())
     count = sum(p.numel() for p in parameters.values())
     run.print0(f"Parameters: {count} trainable / {total} total")
@@ -232,7 +234,7 @@ def finetune(run, args):
     checkpoints.find(identity(same, run.source.config, base_of(model), ids))
     if techniques := techniques_of(args, run.device):
         techniques = possible_techniques(run, model, techniques)
-    compute, checked = partial(forward_backward, group=run.group, techniques=techniques), None
+    compute, checked = partial(forward_backward, mesh=mesh, techniques=techniques), None
     if args.check_steps:
         reference = load_model() if run.rank == 0 else None
         recomputes = None if techniques else 2 if args.gradient_checkpointing else 1

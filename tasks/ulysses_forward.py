@@ -34,7 +34,7 @@ from torch.autograd.function import once_differentiable
 from transformers import LlamaForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from utils.collectives import gather_shares, sum_gradients, sum_over_ranks
+from utils.collectives import gather_shares, group_of_axis, sum_gradients, sum_over_ranks
 from utils.errors import UserError
 from utils.flags import Workload, add_model_flags, make_parser
 from utils.generation import check_continuation, hf_generate
@@ -105,7 +105,7 @@ def ulysses_attention(module, query, key, value, attention_mask, **kwargs):
     whole = AllToAll.apply(packed, [piece.numel() for piece in pieces], received, group)
     query, key, value = whole.view(S, B, n + 2 * k, D).permute(1, 2, 0, 3).split([n, k, k], dim=1)
 
-    mask = attention_mask if attention_mask.shape[2] else None  # None: causal
+    mask = attention_mask if attention_mask.shape[2] > 1 else None  # None: causal
     attend = ALL_ATTENTION_FUNCTIONS["sdpa"]
     output, _ = attend(module, query, key, value, mask, **kwargs)  # (B, S, n, D)
 
@@ -117,16 +117,18 @@ def ulysses_attention(module, query, key, value, attention_mask, **kwargs):
 
 
 def sequence_mask(length, attention_mask=None, device=None):
-    """The mask that a sequence-parallel `model.model` takes beside a rank's tokens.
+    """Of the whole sequence: which tokens a token may look at. It goes beside a rank's own tokens.
 
-    Hugging Face hands a mask of four dims as it is to every layer, also when it recomputes one. So
-    it tells the attention two things: how long the sequence is, and who may look at whom.
-    attention_mask: (B, S), 0 where a token is padding. Returns (B, 1, S, S), True where a token
-    may look; or (1, 1, 0, S), no rows, only a length, where nothing is padded and causality is all.
+    attention_mask: (B, S), 0 where a token is padding. Returns (B, 1, S, S), True where a token may
+    look; or, where nothing is padded, (1, 1, 1, S): one row for all, and the attention is causal.
     (The first is S x S on every rank: long sequences should not be padded.)
+
+    Hugging Face hands a mask of four dims as it is to every layer, also when it recomputes one in
+    the backward. Of other arguments not all versions do; and an attribute could by then be that of
+    another forward.
     """
     if attention_mask is None or attention_mask.all():
-        return torch.empty(1, 1, 0, length, dtype=torch.bool, device=device)
+        return torch.ones(1, 1, 1, length, dtype=torch.bool, device=device)
     causal = torch.ones(length, length, dtype=torch.bool, device=attention_mask.device).tril()
     # Padding sees itself alone: a token that sees nothing might become NaN. (Hugging Face lets it
     # see all or nothing, by version; nothing that is not padding sees what comes of it.)
@@ -210,8 +212,8 @@ def sum_of_losses(logits, targets):
     return (logits.logsumexp(-1) - chosen).masked_fill(~valid, 0).sum()
 
 
-def sequence_parallelize(model, group):
-    """Make a LlamaForCausalLM sequence-parallel in place, over the ranks of `group`.
+def sequence_parallelize(model, mesh):
+    """Make a LlamaForCausalLM sequence-parallel in place, over the ranks of `mesh`, of one axis.
 
     Weights stay whole on all ranks. The model is used as before (see `SequenceParallelLlama`), but
     what is whole on every rank, weights and `inputs_embeds`, gets the gradient of this rank's
@@ -226,6 +228,7 @@ def sequence_parallelize(model, group):
     heads, and for RoPE that depends on the length of the sequence. Whole KV groups are dealt out,
     so ranks may differ by a group, and in time: 4 groups on 3 ranks leave one with two.
     """
+    group = group_of_axis(mesh)
     config, ranks = copy.deepcopy(model.config), range(group.size())  # others may share it
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     if rope.get("rope_type") in ("dynamic", "longrope"):
@@ -290,8 +293,9 @@ def show(run, args):
             check_hidden_states(run, batch, parallel, references, tokens)
             show_bytes(run, parallel, batch[0], tokens)
 
-    parallelize = partial(sequence_parallelize, group=run.group)
-    reduce = partial(sum_gradients, group=run.group)
+    mesh = run.mesh("sp")
+    parallelize = partial(sequence_parallelize, mesh=mesh)
+    reduce = partial(sum_gradients, mesh=mesh)
     show_model(run, Workload.of(args), parallelize, whole=("",), also=also, reduce=reduce)
 
 

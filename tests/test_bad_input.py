@@ -136,7 +136,7 @@ def test_non_finite_weight(value, directory):
     """Found when read, in a slice too, and named."""
     change_tensors(directory, lambda t: t["model.layers.1.mlp.up_proj.weight"][50, 3].fill_(value))
     source = Source(str(directory))
-    source.read("model.layers.1.mlp.up_proj.weight", (0, 0, 50))
+    source.read("model.layers.1.mlp.up_proj.weight", (slice(0, 50), slice(0, 42)))
     with pytest.raises(UserError, match=r"non-finite values in model.layers.1.mlp.up_proj"):
         source.load_model(torch.float32, torch.device("cpu"))
 

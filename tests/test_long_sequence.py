@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
+from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -46,9 +47,9 @@ def test_float64(peft, nproc, tmp_path, odd_llama):
 
 @pytest.fixture(scope="module")
 def alone():
-    """A process group of one."""
+    """A mesh of one rank."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.group.WORLD
+    yield init_device_mesh("cpu", (1,))
     dist.destroy_process_group()
 
 
@@ -61,13 +62,13 @@ def small_llama(**settings):
     return LlamaForCausalLM(LlamaConfig(**settings)).train()
 
 
-def run_step(model, techniques, group, length=29):
+def run_step(model, techniques, mesh, length=29):
     torch.manual_seed(1)
     embeddings = torch.randn(1, length, model.config.hidden_size, dtype=model.dtype)
     embeddings.requires_grad_()
     targets = torch.randint(-1, 61, (1, length))
     targets[targets == -1] = -100
-    loss = sequence_loss(model, lambda: embeddings * 1, targets, length, group, techniques)
+    loss = sequence_loss(model, lambda: embeddings * 1, targets, length, mesh, techniques)
     loss.backward()
     return loss, embeddings.grad
 

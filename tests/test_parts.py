@@ -20,8 +20,9 @@ import launch
 import tp_attention
 from conftest import make_llama
 from utils import environment, measure
+from utils.checks import covered
 from utils.models import LLAMA3_ROPE, PRESETS, TINY, Source
-from utils.shards import shard_heads, shard_range
+from utils.shards import keep_shard, shard_heads, shard_of, shard_range
 
 CPU = torch.device("cpu")
 
@@ -54,6 +55,102 @@ def test_shard_heads(heads, kv_heads):
         assert owned == list(range(heads))
     with pytest.raises(ValueError, match=f"use 1 to {heads} ranks, not {heads + 1}"):
         shard_heads(heads, kv_heads, heads + 1, 0)
+
+
+def region(*of_dims):
+    return tuple(slice(*of_dim) for of_dim in of_dims)
+
+
+def test_shard_of_a_shard():
+    """What is sliced twice knows where it lies in the whole; a bias knows its only dim."""
+    layer = torch.nn.Linear(6, 10)
+    whole, bias = layer.weight.detach(), layer.bias.detach()
+    assert shard_of(layer.weight) == region((0, 10), (0, 6))
+    keep_shard(layer, 0, 2, 8)
+    keep_shard(layer, 1, 1, 4)
+    keep_shard(layer, 0, 1, 3)
+    assert shard_of(layer.weight) == region((3, 5), (1, 4))
+    assert shard_of(layer.bias) == region((3, 5))
+    assert torch.equal(layer.weight, whole[3:5, 1:4]) and torch.equal(layer.bias, bias[3:5])
+
+
+def test_covered():
+    """Regions that leave nothing out, on a mesh of two axes too; and such that do."""
+    quarters = [region((0, 3), (0, 4)), region((0, 3), (4, 5)), region((3, 4), (0, 4))]
+    assert not covered((4, 5), quarters)
+    assert covered((4, 5), [*quarters, region((3, 4), (4, 5)), region((4, 4), (0, 5))])
+    assert covered((4, 5), [*quarters, region((2, 4), (3, 5))])  # some of it twice
+    assert covered((7,), [region((2, 7)), region((0, 2))]) and covered((7,), [region((0, 7))] * 2)
+    assert not covered((7,), [region((3, 7)), region((0, 2))]) and not covered((7,), [])
+
+
+TWO_AXES = """
+import sys
+sys.path.insert(0, {tasks!r})
+import copy, torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from transformers import LlamaForCausalLM
+from dtensor_llama import dtensor_parallelize
+from tp_llama import tensor_parallelize
+from ulysses_forward import sequence_parallelize
+from utils.collectives import sum_gradients
+from utils.shards import shard_of
+from utils.shared_group import NAME
+from utils.shared_memory import neighbourhood
+
+if __name__ == "__main__":
+    dist.init_process_group(NAME if neighbourhood() else "gloo")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("sp", "tp"))
+    here, everything = mesh.get_coordinate(), Replicate()
+    for size in (8, 6), (7, 5), (3, 1):
+        whole = torch.arange(1.0, 1 + size[0] * size[1]).view(size)
+        for on_axes in (
+            [Shard(0), everything], [everything, Shard(0)], [everything, everything],
+            [Shard(0), Shard(1)], [Shard(1), Shard(0)], [Shard(0), Shard(0)],
+        ):
+            part = distribute_tensor(whole, mesh, on_axes)
+            assert torch.equal(whole[shard_of(part)], part.to_local()), (size, on_axes)
+    uneven = shard_of(distribute_tensor(torch.ones(7, 5), mesh, [Shard(0), Shard(1)]))
+    assert uneven == (slice(*((0, 4), (4, 7))[here[0]]), slice(*((0, 3), (3, 5))[here[1]]))
+    twice = shard_of(distribute_tensor(torch.ones(7, 5), mesh, [Shard(0), Shard(0)]))
+    rows = ((0, 2), (2, 4)), ((4, 6), (6, 7))
+    assert twice == (slice(*rows[here[0]][here[1]]), slice(0, 5))
+
+    whole = LlamaForCausalLM.from_pretrained({model!r}).float()
+    for axis, parallelize in (
+        ("tp", tensor_parallelize), ("tp", dtensor_parallelize), ("sp", sequence_parallelize),
+    ):
+        try:
+            parallelize(copy.deepcopy(whole), mesh)
+        except ValueError as error:
+            assert "2 axes" in str(error)
+        else:
+            raise AssertionError("a mesh of two axes")
+        model = parallelize(copy.deepcopy(whole), mesh[axis])
+        # On the other axis ranks have different tokens: a sum over both would mix them.
+        ids = torch.arange(2 * 9).view(2, 9) + 100 * here[axis == "sp"]
+        torch.testing.assert_close(model(ids).logits, whole(ids).logits, rtol=0, atol=1e-4)
+        whole.zero_grad()
+        for m in (model, whole):
+            m(ids, labels=ids).loss.backward()
+        if axis == "sp":
+            sum_gradients(model.parameters(), mesh["sp"])
+        actual, expected = (m.model.norm.weight.grad for m in (model, whole))
+        largest = expected.abs().max().item()
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5 * largest)
+    dist.destroy_process_group()
+    print("on both axes")
+"""
+
+
+def test_mesh_of_two_axes(tmp_path):
+    """2 x 2 ranks: who holds what of a DTensor, and each technique on an axis of its own."""
+    script = TWO_AXES.format(tasks=str(launch.TASKS), model=str(TINY))
+    (tmp_path / "axes.py").write_text(script)
+    result = launch.ranks(tmp_path / "axes.py", nproc=4, folder=tmp_path)
+    assert result.code == 0 and result.out.count("on both axes") == 4, result.tail()
 
 
 ROPE = {
@@ -91,10 +188,9 @@ def test_random_weights_do_not_depend_on_slices():
     source = Source("random/small", num_layers=1, seed=3)
     for name in ("model.embed_tokens.weight", "model.layers.0.mlp.down_proj.weight"):
         whole = source.read(name)
-        for dim in (0, 1):
-            for start, stop in ((0, 7), (5, 200), (whole.shape[dim] - 9, whole.shape[dim])):
-                part = source.read(name, (dim, start, stop))
-                assert torch.equal(part, whole.narrow(dim, start, stop - start))
+        ranges = [((0, 7), (5, 200), (size - 9, size), (0, size)) for size in whole.shape]
+        for part in itertools.starmap(region, itertools.product(*ranges)):
+            assert torch.equal(source.read(name, part), whole[part])
     assert not torch.equal(whole, Source("random/small", 1, seed=4).read(name))
 
 

@@ -197,8 +197,8 @@ BUGS = {
         "embed_tokens.weight grad",
     ),
     "no f before the LM head": (
-        "tp_llama", 2, "tp_llama.py", "head.register_forward_pre_hook(f, with_kwargs=True)", "pass",
-        "grad",
+        "tp_llama", 2, "tp_llama.py",
+        "head.register_forward_pre_hook(partial(f, group=group), with_kwargs=True)", "pass", "grad",
     ),
     "log-sum-exp of this rank alone": (
         "tp_llama", 2, "tp_llama.py", "lse = everyone[:, 0].logsumexp(0)",
@@ -283,8 +283,8 @@ BUGS = {
         "dtensor_llama", 2, "model_checks.py", "lr = 0.5 /", "lr = 0.005 /", "last loss",
     ),
     "another MLP is dealt out": (
-        "dtensor_llama", 2, "checks.py", "start, stop - start).clone()",
-        "start, stop - start).clone() * 1.01", "MLP weights",
+        "dtensor_llama", 2, "checks.py", "whole[shard].clone()",
+        "whole[shard].clone() * 1.01", "MLP weights",
     ),
     "a rank's best token wins everywhere": (
         "kv_cache", 2, "kv_cache.py", "offers[:, :, 0].argmax(0)", "offers[:, :, 0].argmin(0)",
@@ -340,7 +340,7 @@ BUGS = {
     ),
     "the sequence's mask is dropped": (
         "ulysses_forward", 2, "ulysses_forward.py",
-        "attention_mask if attention_mask.shape[2] else None", "None", "whatever the padding",
+        "attention_mask if attention_mask.shape[2] > 1 else None", "None", "whatever the padding",
     ),
     "the sequence's mask is not causal": (
         "ulysses_forward", 2, "ulysses_forward.py", "device=attention_mask.device).tril()",
@@ -391,7 +391,7 @@ BUGS = {
     ),
     "a mean of means while training": (
         "ulysses_finetune", 2, "ulysses_finetune.py", "count = (targets != -100).sum()",
-        "count = (targets[:, first:stop] != -100).sum() * group.size()", "losses",
+        "count = (targets[:, first:stop] != -100).sum() * mesh.size()", "losses",
     ),
     "the adapter's gradients are averaged": (
         "ulysses_finetune", 3, "collectives.py", "all_reduce_(flat, group)",
@@ -414,7 +414,7 @@ BUGS = {
     ),
     "the ranks' gradients are not summed": (
         "ulysses_finetune", 2, "ulysses_finetune.py",
-        "sum_gradients(trained(model).values(), group)", "pass", "losses|grad",
+        "sum_gradients(trained(model).values(), mesh)", "pass", "losses|grad",
     ),
     "trained from where the check ended": (
         "ulysses_finetune --no-long-sequence", 2, "training_checks.py",
@@ -556,7 +556,7 @@ BUGS = {
     "in bfloat16 a mean of means while training": (
         "ulysses_finetune --dtype bfloat16 --num-virtual-tokens 1", 3, "ulysses_finetune.py",
         "count = (targets != -100).sum()",
-        "count = (targets[:, first:stop] != -100).sum() * group.size()", "loss in float32",
+        "count = (targets[:, first:stop] != -100).sum() * mesh.size()", "loss in float32",
     ),
     "an optimizer has other betas": (
         "ulysses_finetune", 2, "training_checks.py", "trained(model).values(), lr",

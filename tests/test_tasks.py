@@ -318,7 +318,8 @@ if __name__ == "__main__":
     tokenizer = PreTrainedTokenizerFast.from_pretrained({model!r})
     ids = tokenizer("A quick", return_tensors="pt").input_ids
     whole = copy.deepcopy(model)
-    tensor_parallelize(model, dist.group.WORLD)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    tensor_parallelize(model, mesh)
     assert sum(p.numel() for p in model.parameters()) < 0.6 * sum(
         p.numel() for p in whole.parameters())
     torch.testing.assert_close(model(ids).logits, whole(ids).logits, rtol=0, atol=1e-4)
@@ -329,7 +330,6 @@ if __name__ == "__main__":
     assert model(ids, labels=torch.full_like(ids, -100)).loss == 0  # nothing valid
     many = [m.generate(ids, max_new_tokens=12, do_sample=False) for m in (model, whole)]
     assert torch.equal(*many), many
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     by_plan = dtensor_parallelize(copy.deepcopy(whole), mesh)
     for m in (whole, by_plan, model):  # by_plan without loss_parallel
         m(ids, labels=ids).loss.backward()
@@ -347,7 +347,7 @@ if __name__ == "__main__":
         ):
             refused(lambda: m(**dict(input_ids=ids) | wrong), error, words)
         refused(lambda: m.save_pretrained("nowhere"), ValueError, "save_pretrained")
-    refused(lambda: tensor_parallelize(model, dist.group.WORLD), ValueError, "already")
+    refused(lambda: tensor_parallelize(model, mesh), ValueError, "already")
     refused(lambda: dtensor_parallelize(by_plan, mesh), ValueError, "already")
     dist.destroy_process_group()
     print("lifted")
@@ -359,6 +359,7 @@ import sys
 sys.path.insert(0, {tasks!r})
 import copy, torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from peft import PromptTuningConfig, get_peft_model
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from ulysses_forward import sequence_parallelize
@@ -369,7 +370,8 @@ if __name__ == "__main__":
     model = LlamaForCausalLM.from_pretrained({model!r}).float()
     tokenizer = PreTrainedTokenizerFast.from_pretrained({model!r})
     whole = copy.deepcopy(model)
-    sequence_parallelize(model, dist.group.WORLD)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    sequence_parallelize(model, mesh)
     for text in ("The", "A quick brown fox jumps over"):  # one of 1 token, too
         ids = tokenizer(text, return_tensors="pt").input_ids
         torch.testing.assert_close(model(ids).logits, whole(ids).logits, rtol=0, atol=1e-4)
@@ -407,7 +409,7 @@ if __name__ == "__main__":
             raise AssertionError(wrong)
     strided = torch.zeros(3, 2, requires_grad=True)
     strided.grad = torch.arange(12.0).view(3, 4)[:, ::2]
-    sum_gradients([strided], dist.group.WORLD)
+    sum_gradients([strided], mesh)
     assert torch.equal(strided.grad, 2 * torch.arange(12.0).view(3, 4)[:, ::2])
     losses, grads = [], []
     for m in (model, whole):  # PEFT's own forward, on whole embeddings
@@ -417,7 +419,7 @@ if __name__ == "__main__":
         losses[-1].backward()
         prompt = [p for p in m.parameters() if p.requires_grad]
         if m.get_base_model() is model:
-            sum_gradients(prompt, dist.group.WORLD)
+            sum_gradients(prompt, mesh)
         grads.append(prompt[0].grad)
     torch.testing.assert_close(*losses)
     torch.testing.assert_close(*grads, rtol=0, atol=1e-5 * grads[1].abs().max().item())

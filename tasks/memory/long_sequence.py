@@ -36,6 +36,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotar
 from memory.saved_outputs import SavedOutputs, for_all
 from memory.tiled_loss import TiledLoss, tiles
 from ulysses_forward import AllToAll, sum_of_losses
+from utils.collectives import group_of_axis
 from utils.shards import shard_heads, shard_range
 
 
@@ -63,7 +64,7 @@ class Techniques:
         return self.tile_tokens or max(1, self.tile_bytes // (numbers * itemsize))
 
 
-def sequence_loss(model, embeddings, targets, length, group, techniques):
+def sequence_loss(model, embeddings, targets, length, mesh, techniques):
     """Sum of this rank's tokens' losses; as `ulysses_forward` has it, but for the memory it takes.
 
     Layers are taken apart: hooks on them are not called. Raises ValueError where they are not
@@ -71,11 +72,11 @@ def sequence_loss(model, embeddings, targets, length, group, techniques):
 
     model: a sequence-parallel LlamaForCausalLM. embeddings(): those of this rank's share of a
     sequence of `length` tokens, (B, S/P, H), each time in a new tensor. targets: (B, S/P), -100:
-    none.
+    none. mesh: of the one axis on which the sequence is split.
     """
     if why := possible(model, techniques)[1]:
         raise ValueError(f"{why}: ask `possible` for the techniques that are left")
-    stack = Stack(model, embeddings, len(targets), length, group, techniques)
+    stack = Stack(model, embeddings, len(targets), length, group_of_axis(mesh), techniques)
     norm, head = model.model.norm, model.lm_head
 
     def loss_of(hidden):

@@ -22,7 +22,6 @@ import torch
 from filelock import FileLock, Timeout
 from safetensors.torch import load_file, save_file
 
-from utils.collectives import all_gather
 from utils.errors import UserError
 
 STATE, RECORD, MANIFEST = "state.safetensors", "record.json", "manifest.json"
@@ -154,7 +153,7 @@ class Checkpoints:
         if self.folder is None:
             return
         tensors = {
-            name: all_gather(generator.get_rng_state().to(run.device), run.group)
+            name: run.gather(generator.get_rng_state().to(run.device))
             for name, generator in self.generators.items()
         }
         if run.rank:

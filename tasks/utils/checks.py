@@ -2,6 +2,7 @@
 
 import math
 import re
+from itertools import product
 
 import torch
 import torch.distributed as dist
@@ -80,10 +81,9 @@ class Comparison:
         """
         self.compare(name, pairs, tolerance, own, parts=parts)
         found, measured = self.compared.pop(name)
-        everyone = [None] * self.world_size
         usual = {kind: worst_relative(many) for kind, many in measured.items()}
         largest = max((pair["max_abs_reference"] for pair in found), default=0.0)
-        dist.all_gather_object(everyone, (usual, largest))
+        everyone = self.gather_objects((usual, largest))
         largest = max(largest for _, largest in everyone)
         everyone = [usual for usual, _ in everyone]
         for pair in found:
@@ -95,8 +95,7 @@ class Comparison:
             usual = {norm: max(of_rank[norm] for of_rank in of_ranks) for norm in of_ranks[0]}
             found.append(nearest_of(many, self.dtype, usual))
         worst = max(found, key=lambda pair: pair["share"], default={"share": -1.0})
-        everyone = [None] * self.world_size
-        dist.all_gather_object(everyone, worst)
+        everyone = self.gather_objects(worst)
         rank = max(range(self.world_size), key=lambda r: everyone[r]["share"])
         worst = everyone[rank]
         if worst["share"] < 0:
@@ -149,10 +148,8 @@ class Comparison:
         self.check(f"golden {name}", [(ends, torch.tensor(golden).to(ends))], tolerance=5.1e-5)
 
     def shards(self, module):
-        """Of every rank, {name: (dim, start, stop)} of its parameters."""
-        everyone = [None] * self.world_size
-        dist.all_gather_object(everyone, {n: shard_of(p) for n, p in module.named_parameters()})
-        return everyone
+        """Of every rank, {name: its region, see `shard_of`} of its parameters."""
+        return self.gather_objects({n: shard_of(p) for n, p in module.named_parameters()})
 
     def slices(self, module, references, only, *values):
         """{kind: generator of (this rank's value, the reference's slice, ...)} of all parameters.
@@ -190,14 +187,18 @@ class Comparison:
         self.check(f"{title} weights, slices of the whole", pairs, tolerance=0.0)
         sizes = {n: p.shape for n, p in references[0].named_parameters()} if references else None
         sizes, unsplit, shards = self.broadcast(sizes), [], self.shards(module)
-        missing = [name for name in filter(only, sizes) if not all_of(name, sizes[name], shards)]
+        missing = [
+            name for name in filter(only, sizes)
+            if not covered(sizes[name], [shard[name] for shard in shards if name in shard])
+        ]  # fmt: skip
         count = torch.tensor(float(len(missing)))
         self.check(f"{title} weights, nothing left out", [(count, 0 * count)], 0.0)
-        for name, (dim, start, stop) in shards[self.rank].items():
+        for name, region in shards[self.rank].items():
             layer = module.get_submodule(name.rpartition(".")[0])
             exempt = isinstance(layer, SharedLinear) or name.endswith("bias")
             exempt |= any(word in name for word in whole)
-            if stop - start == sizes[name][dim] >= self.world_size > 1 and not exempt:
+            all_of_it = covered(sizes[name], [region])
+            if all_of_it and min(sizes[name]) >= self.world_size > 1 and not exempt:
                 unsplit.append(name)
         count = torch.tensor(float(len(unsplit)))
         self.check(f"{title} weights, none whole that should be split", [(count, 0 * count)], 0.0)
@@ -221,21 +222,20 @@ class Comparison:
         return module
 
     def to_each(self, tensor, shards):
-        """Rank 0's tensor's slice (dim, start, stop) of each rank, to that rank; None: it has none.
+        """Of rank 0's tensor each rank's region, to that rank; None: it has none.
 
         No other rank holds the whole of it: it may be the largest tensor there is.
         """
-        shape, dtype = self.broadcast((tensor.shape, tensor.dtype) if self.rank == 0 else None)
+        dtype = self.broadcast(tensor.dtype if self.rank == 0 else None)
         mine = None
         for rank, shard in enumerate(shards):
             if shard is None:
                 continue
-            dim, start, stop = shard
-            size = [*shape[:dim], stop - start, *shape[dim + 1 :]]
             sent = received = torch.empty(0, dtype=dtype, device=self.device)
             if self.rank == 0:
-                sent = tensor.detach().narrow(dim, start, stop - start)
+                sent = tensor.detach()[shard]
             if self.rank == rank:
+                size = [part.stop - part.start for part in shard]
                 mine = received = sent if rank == 0 else sent.new_empty(size)
             if rank:  # as a collective, not `send`: all ranks count alike, see watchdog.py
                 got, given = [0] * self.world_size, [0] * self.world_size
@@ -247,9 +247,8 @@ class Comparison:
         """read(name, shard) for `materialize`: slices of a module that rank 0 alone has."""
 
         def read(name, shard):
-            dim, start, stop = shard
             whole = self.broadcast(module.get_parameter(name) if self.rank == 0 else None)
-            return whole.narrow(dim, start, stop - start).clone()
+            return whole[shard].clone()
 
         return read
 
@@ -277,8 +276,7 @@ class Comparison:
             "elements_missed": (~torch.isclose(actual, reference, atol=1e-6)).sum().item(),
             "passed": torch.allclose(actual, reference, atol=1e-6),
         }  # fmt: skip
-        everyone = [None] * self.world_size
-        dist.all_gather_object(everyone, mine)
+        everyone = self.gather_objects(mine)
         rank = max(range(self.world_size), key=lambda r: everyone[r]["elements_missed"])
         of, gate = everyone[rank], self.dtype == torch.float64
         name = f"torch.allclose({what}, {against}, atol=1e-6)"
@@ -299,17 +297,17 @@ class Comparison:
                         f"{against} is {of['reference']:.1e} (rank={rank})")  # fmt: skip
 
 
-def all_of(name, size, shards):
-    """Whether the ranks' shards of a parameter, {name: (dim, start, stop)} each, leave nothing out.
-
-    size: the whole one's.
-    """
-    end, whole = 0, None  # while no rank is known to have any of it
-    for dim, start, stop in sorted(shard[name] for shard in shards if name in shard):
-        if start > end:
-            return False
-        end, whole = max(end, stop), size[dim]
-    return end == whole
+def covered(size, regions):
+    """Whether the ranks' regions of a tensor, a slice for each dim, leave nothing of it out."""
+    edges = [{0} | {edge for region in regions for edge in (region[dim].start, region[dim].stop)}
+             for dim in range(len(size))]  # fmt: skip
+    # From one edge to the next, all is in a region or nothing is: the first of it tells.
+    corners = product(*(of_dim - {length} for of_dim, length in zip(edges, size, strict=True)))
+    return all(
+        any(all(p.start <= at < p.stop for p, at in zip(region, corner, strict=True))
+            for region in regions)
+        for corner in corners
+    )  # fmt: skip
 
 
 def nearest_of(many, dtype, worst):

@@ -23,6 +23,14 @@ except ImportError:  # its name before PyTorch 2.13
 FEW_BYTES = 2**16  # by gloo: up to here a sum in one step is quicker than one in two
 
 
+def group_of_axis(mesh):
+    """The process group of a DeviceMesh of one axis. Raises ValueError for a mesh of several."""
+    if mesh.ndim != 1:
+        raise ValueError(f"a mesh of {mesh.ndim} axes, {mesh.mesh_dim_names}: give one of them, as "
+                         "in mesh[name]")  # fmt: skip
+    return mesh.get_group()
+
+
 @cache  # each is a communicator, with memory of its own
 def subgroup(group, start, stop):
     """The process group of `group`'s ranks [start, stop), which each of these asks for at once.
@@ -114,14 +122,8 @@ class SumOverRanks(torch.autograd.Function):
         return grad, None
 
 
-def copy_to_ranks(x, group):
-    """f: identity; its backward sums the gradient over the ranks of `group`. Any shape."""
-    return CopyToRanks.apply(x, group)
-
-
-def sum_over_ranks(x, group):
-    """g: the sum over the ranks of `group`; its backward is the identity. Any shape."""
-    return SumOverRanks.apply(x, group)
+copy_to_ranks = CopyToRanks.apply  # f(x, group)
+sum_over_ranks = SumOverRanks.apply  # g(x, group)
 
 
 class GatherShares(torch.autograd.Function):
@@ -164,21 +166,22 @@ class SharedLinear(nn.Linear):
         return F.linear(x, copy_to_ranks(self.weight, self.holders), bias)
 
 
-def sum_gradients(tensors, group, bucket_bytes=2**25):
+def sum_gradients(tensors, mesh, bucket_bytes=2**25):
     """The one sum over ranks of what is replicated and has each rank's part of its gradient.
 
-    All ranks must have gradients for the same tensors. In place; once, after the last backward
-    before the optimizer. Small ones travel together, up to `bucket_bytes`: few messages, and little
-    copied.
+    mesh: of the axis whose ranks had different tokens. All of them must have gradients for the same
+    tensors. In place; once, after the last backward before the optimizer. Small ones travel
+    together, up to `bucket_bytes`: few messages, and little copied.
     """
-    buckets = [[]]
+    group, buckets = group_of_axis(mesh), []
     for grad in (tensor.grad for tensor in tensors if tensor.grad is not None):
-        last = buckets[-1]
-        full = sum(g.nbytes for g in last) + grad.nbytes > bucket_bytes
-        if last and (full or grad.dtype != last[0].dtype):
-            buckets.append([])
-        buckets[-1].append(grad)
-    for bucket in filter(None, buckets):
+        last = buckets[-1] if buckets else []
+        room = sum(g.nbytes for g in last) + grad.nbytes <= bucket_bytes
+        if last and room and grad.dtype == last[0].dtype:
+            last.append(grad)
+        else:
+            buckets.append([grad])
+    for bucket in buckets:
         alone = len(bucket) == 1 and bucket[0].is_contiguous()
         flat = bucket[0] if alone else torch.cat([g.flatten() for g in bucket])
         all_reduce_(flat, group)

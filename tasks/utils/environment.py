@@ -31,8 +31,7 @@ START_S = 120  # by how many seconds ranks may differ in starting
 
 def fail(message, patient=True):
     """Print one `error:` line for the whole job and exit with code 2."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)  # Task 5's handler would sleep on
+    when_stopped(signal.SIG_DFL)  # Task 5's handler would sleep on
     if patient and env_rank():
         # torchrun ends the job when the first rank exits; if that were this one, rank 0's line
         # could get lost. Rank 0 sees the same error unless only this rank can see it.
@@ -40,6 +39,12 @@ def fail(message, patient=True):
     sys.stdout.flush()
     print(f"error: {' '.join(str(message).split())}", file=sys.stderr, flush=True)
     os._exit(2)  # at once: an ordinary exit would wait for the process group
+
+
+def when_stopped(handler):
+    """What happens when this process is asked to stop."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, handler)
 
 
 def env_rank():

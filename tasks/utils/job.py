@@ -13,8 +13,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from utils.checks import Comparison
+from utils.collectives import all_gather
 from utils.environment import (
     agree,
     check_writable,
@@ -119,9 +121,9 @@ def choose_backend(args, device, can_share):
 class Run(Comparison):
     """One run of a script: where it runs, what it checked, and what it measured.
 
-    Attributes: `rank`, `world_size`, `group` (all ranks), `device`, `dtype`, `seed`, `results`
-    (goes to the JSON file), `mark` ("T" or "S": the ...Parallel that the lines speak of). Every
-    method is called by all ranks together, but for `load_model`.
+    Attributes: `rank`, `world_size`, `device`, `dtype`, `seed`, `results` (goes to the JSON file),
+    `mark` ("T" or "S": the ...Parallel that the lines speak of). Every method is called by all
+    ranks together, but for `load_model`.
     """
 
     def __init__(self, args, device, watch):
@@ -129,9 +131,26 @@ class Run(Comparison):
         self.device, self.dtype, self.seed = device, DTYPES[args.dtype], args.seed
         self.watch = watch
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self.group = dist.group.WORLD
         self.checks, self.compared, self.results, self.mark = [], {}, {}, "T"
         torch.manual_seed(args.seed)
+
+    def mesh(self, axis):
+        """All ranks as a DeviceMesh of one axis of this name, by the process group that is there.
+
+        Of a mesh of two axes a technique would get one, mesh["tp"] say.
+        """
+        world = dist.group.WORLD
+        return DeviceMesh.from_group(world, self.device.type, mesh_dim_names=(axis,))
+
+    def gather(self, tensor):
+        """Every rank's tensor, all of one shape: (world size, *shape), on all ranks."""
+        return all_gather(tensor, dist.group.WORLD)
+
+    def gather_objects(self, value):
+        """Every rank's value, in a list, on all ranks."""
+        everyone = [None] * self.world_size
+        dist.all_gather_object(everyone, value)
+        return everyone
 
     def print_in_order(self, text):
         """Every rank prints its own text, rank 0 first."""
@@ -195,10 +214,8 @@ class Run(Comparison):
             result = function()
         except (UserError, OSError) as failure:
             error = str(failure)
-        errors = [None] * self.world_size
-        dist.all_gather_object(errors, error)
-        if any(errors):
-            raise UserError(next(filter(None, errors)))
+        if errors := list(filter(None, self.gather_objects(error))):
+            raise UserError(errors[0])
         return result
 
     @cached_property

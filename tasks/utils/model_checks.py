@@ -8,7 +8,6 @@ import math
 import torch
 import torch.nn.functional as F
 
-from utils.collectives import all_gather
 from utils.errors import UserError
 from utils.generation import check_continuation, encode_prompts, recompute
 from utils.measure import measure_memory, measure_time
@@ -210,9 +209,9 @@ def compared_layers(run):
 
 def shard_edges(run, parallel, ids):
     """The edges of all ranks' shards of the vocabulary, again and again, as many as ids."""
-    _, first, stop = shard_of(parallel.get_input_embeddings().weight)
-    edges = all_gather(torch.tensor([first, max(first, stop - 1)], device=ids.device), run.group)
-    return edges.flatten().repeat(ids.numel())[: ids.numel()].view_as(ids)
+    rows = shard_of(parallel.get_input_embeddings().weight)[0]
+    mine = torch.tensor([rows.start, max(rows.start, rows.stop - 1)], device=ids.device)
+    return run.gather(mine).flatten().repeat(ids.numel())[: ids.numel()].view_as(ids)
 
 
 @torch.no_grad()

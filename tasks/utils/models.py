@@ -143,8 +143,7 @@ class Source:
 
     def check_names(self):
         """Missing, unexpected and misshapen tensors: the library would only warn."""
-        expected = self.shapes
-        found = {name: shape for name, (_, shape) in self.files.items()}
+        expected, found = self.shapes, {name: shape for name, (_, shape) in self.files.items()}
         if self.config.tie_word_embeddings and found.pop("lm_head.weight", None):
             tied = "lm_head.weight", "model.embed_tokens.weight"
             if tied[1] in found and not torch.equal(*map(self.read, tied)):
@@ -161,16 +160,15 @@ class Source:
                                 f"config.json says {expected[name]}")  # fmt: skip
 
     def read(self, name, shard=None):
-        """One tensor, or its slice shard = (dim, start, stop), on the CPU."""
+        """One tensor, or its region `shard`, a slice for each dim, on the CPU."""
         if not self.directory:
             return self.random(name, shard)
         from safetensors import safe_open
 
         # Opened anew for each tensor: a mapped file counts as this process's memory.
         with safe_open(self.files[name][0], framework="pt") as file:
-            dim, start, stop = shard or (0, 0, self.files[name][1][0])
-            view = file.get_slice(name)
-            values = view[start:stop] if dim == 0 else view[:, start:stop]
+            shape = self.files[name][1]
+            values = file.get_slice(name)[shard or tuple(map(slice, shape))]
         if not values.isfinite().all():
             raise UserError(f"{self.name}: non-finite values in {name}")
         return values
@@ -178,17 +176,14 @@ class Source:
     def random(self, name, shard):
         """Seeded values, the same however they are sliced; in blocks of rows, to save memory."""
         shape = self.shapes[name]
-        dim, start, stop = shard or (0, 0, shape[0])
+        first, *others = shard or [slice(0, size) for size in shape]
         generator = torch.Generator().manual_seed(zlib.crc32(f"{self.seed} {name}".encode()))
         pieces, rows = [], 4096
         for row in range(0, shape[0], rows):
             block = torch.empty(min(rows, shape[0] - row), *shape[1:])
             block.normal_(std=self.config.initializer_range, generator=generator)
-            if dim == 0:
-                block = block[max(start - row, 0) : max(stop - row, 0)]
-            else:
-                block = block[:, start:stop]
-            pieces.append(block.clone())
+            mine = slice(max(first.start - row, 0), max(first.stop - row, 0))
+            pieces.append(block[(mine, *others)].clone())
         values = torch.cat(pieces)
         return values + 1 if name.endswith("norm.weight") else values
 
@@ -337,14 +332,14 @@ def read_header(path):
     try:
         with safe_open(path, framework="pt") as file:
             views = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-            for name, view in views.items():
-                if view.get_dtype() not in ("F64", "F32", "F16", "BF16"):
-                    raise UserError(f"{path}: tensor {name} is {view.get_dtype()}, not a float")
-            return {name: (path, tuple(view.get_shape())) for name, view in views.items()}
+            shapes = {name: (path, tuple(view.get_shape())) for name, view in views.items()}
+            dtypes = {name: view.get_dtype() for name, view in views.items()}
     except FileNotFoundError:  # safetensors' word for a closed file, too
         said = "cannot be read" if path.exists() else "missing"
         raise UserError(f"{path}: {said}") from None
-    except UserError:
-        raise
     except Exception as error:
         raise UserError(f"{path}: damaged safetensors file ({error})") from None
+    for name, dtype in dtypes.items():
+        if dtype not in ("F64", "F32", "F16", "BF16"):
+            raise UserError(f"{path}: tensor {name} is {dtype}, not a float")
+    return shapes

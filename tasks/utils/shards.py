@@ -49,14 +49,17 @@ def keep_shard(layer, dim, start, stop):
     """Replace `layer`'s weight by its slice [start, stop) along `dim`, in place.
 
     layer: nn.Linear or nn.Embedding. With dim 0 (output units, vocabulary rows) a bias is sliced
-    too; with dim 1 (input units) it is left whole. Each parameter remembers its slice as
-    `parameter.shard = (dim, start, stop)`, from which `materialize` and the checks read it.
+    too; with dim 1 (input units) it is left whole. Each parameter remembers as `parameter.shard`
+    what it is of the whole; `shard_of` reads it.
     """
     for name, full in list(layer.named_parameters(recurse=False)):
         if dim < full.dim():
             piece = full.detach().narrow(dim, start, stop - start).clone()
             shard = nn.Parameter(piece, requires_grad=full.requires_grad)
-            shard.shard = (dim, start, stop)
+            region = list(shard_of(full))
+            first = region[dim].start  # not 0 where `full` is a slice itself
+            region[dim] = slice(first + start, first + stop)
+            shard.shard = tuple(region)
             setattr(layer, name, shard)
     if isinstance(layer, nn.Linear):
         layer.out_features, layer.in_features = layer.weight.shape
@@ -65,13 +68,15 @@ def keep_shard(layer, dim, start, stop):
 
 
 def shard_of(parameter):
-    """(dim, start, stop) of a sharded parameter; the whole of dim 0 for any other."""
-    if isinstance(parameter, DTensor) and parameter.placements[0].is_shard():
-        dim, mesh = parameter.placements[0].dim, parameter.device_mesh
-        size, chunk = parameter.shape[dim], -(-parameter.shape[dim] // mesh.size())
-        start = min(mesh.get_local_rank() * chunk, size)  # equal chunks; the last may be short
-        return dim, start, min(start + chunk, size)
-    return getattr(parameter, "shard", (0, 0, parameter.shape[0]))
+    """Which region of the whole tensor this rank holds: a slice for each dim.
+
+    Of a DTensor, on a mesh of any number of axes; of what `keep_shard` made; all of any other.
+    """
+    if isinstance(parameter, DTensor):
+        (chunk,) = parameter.__create_chunk_list__()  # what torch's distributed checkpoint asks
+        pairs = zip(chunk.offsets, chunk.sizes, strict=True)
+        return tuple(slice(start, start + size) for start, size in pairs)
+    return getattr(parameter, "shard", tuple(slice(0, size) for size in parameter.shape))
 
 
 def local_part(tensor, like=None):

@@ -24,7 +24,7 @@ import time
 import uuid
 from collections import deque
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from threading import Lock
 
@@ -86,11 +86,14 @@ class SharedMemory:
         self.views = {}
 
     def wait_for_processes(self, ranks):
-        begin = time.monotonic()
-        while late := [rank for rank in ranks if not self.words[LINE * rank + PROCESS]]:
-            if time.monotonic() > begin + self.timeout_s:
-                raise dist.DistBackendError(f"rank {in_words(late)} of a new group did not come")
-            time.sleep(1e-4)
+        def late():
+            return [rank for rank in ranks if not self.words[LINE * rank + PROCESS]]
+
+        def look(waited):
+            if waited > self.timeout_s:
+                raise dist.DistBackendError(f"rank {in_words(late())} of a new group did not come")
+
+        self.until(lambda: not late(), look)
 
     # ------------------------------------------------ all together
 
@@ -124,7 +127,7 @@ class SharedMemory:
             if words[LINE * rank] < n:
                 self.until(
                     lambda counter=LINE * rank: words[counter] >= n,
-                    lambda: [other for other in self.ranks if words[LINE * other] < n],
+                    partial(self.look_for, lambda r: words[LINE * r] < n),
                 )
             other = words[LINE * rank + SAID + n % 2]
             if other != said:
@@ -146,10 +149,11 @@ class SharedMemory:
 
     # ------------------------------------------------ waiting
 
-    def until(self, condition, late):
+    def until(self, condition, look):
         """Wait: at first in haste, then giving the core to others, then asleep.
 
-        late(): the ranks that it is for. Where ranks are more than cores, haste would keep them.
+        look(seconds waited): called now and then; raises what ends the wait. Where ranks are more
+        than cores, haste would keep them.
         """
         begin, looked = time.monotonic(), 0.0
         while not condition():
@@ -164,15 +168,16 @@ class SharedMemory:
             if waited - looked > LOOK_S:
                 looked = waited
                 try:
-                    self.look_for(late(), waited)
+                    look(waited)
                 except RuntimeError:
                     if not condition():  # else it has come in this very moment, and gone
                         raise
             time.sleep(min(max(waited / 100, 5e-5), 1e-3))
 
-    def look_for(self, late, waited):
+    def look_for(self, is_late, waited):
         """Say that this rank waits. Raises `Missing` if one of those that it is for has ended, or
-        if it has waited long enough."""
+        if it has waited long enough. is_late(rank): whether it is for that one."""
+        late = [rank for rank in self.ranks if is_late(rank)]
         world = getattr(dist.group.WORLD, "memory", self)
         if world is not self:
             late = [self.members()[rank] for rank in late]
@@ -280,7 +285,8 @@ class Transfer(Work):
         return self.over
 
     def wait(self, timeout=None):
-        self.memory.until(self.is_completed, lambda: [self.other])
+        look = partial(self.memory.look_for, lambda rank: rank == self.other)
+        self.memory.until(self.is_completed, look)
         return True
 
 

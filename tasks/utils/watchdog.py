@@ -27,7 +27,7 @@ from contextlib import suppress
 import psutil
 import torch.distributed as dist
 
-from utils.environment import end_sibling
+from utils.environment import end_sibling, when_stopped
 from utils.shared_memory import Missing, in_words
 
 STOPPED = []  # when this process was asked to stop
@@ -51,8 +51,7 @@ def catch_signals():
             os._exit(128 + number)
         STOPPED.append(time.monotonic())
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, handler)
+    when_stopped(handler)
     return STOPPED
 
 
@@ -207,8 +206,7 @@ class Watch:
             return
         said = f"{type(error).__name__}: {' '.join(str(error).split())}"
         print(f"rank {self.rank}: {said:.500}", file=sys.stderr, flush=True)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, signal.SIG_DFL)
+        when_stopped(signal.SIG_DFL)
         with suppress(dist.DistError):  # or the store went with rank 0
             self.store.set(f"waited/{self.rank}", "")
             # The others give up now, too; or one has ended and said why, and torchrun, which sees

@@ -1,0 +1,41 @@
+"""What the diagrams are drawn with. Lengths are inches, y counts downwards."""
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+# Okabe and Ito's colours, which colour-blind readers can tell apart; hatches for print.
+RANKS = [("#0072B2", ""), ("#E69F00", "////"), ("#009E73", "...."), ("#CC79A7", "xxxx")]
+SAME, SENT, PALE, LINE = "#BDBDBD", "#D55E00", "#FBE6DA", "#888888"
+ARROW = {"arrowstyle": "-|>", "shrinkA": 0, "shrinkB": 0, "mutation_scale": 8}
+
+
+class Canvas:
+    """An empty picture, whose size is told when it is saved."""
+
+    def __init__(self):
+        self.axis = plt.figure().add_axes((0, 0, 1, 1))
+
+    def text(self, x, y, text, **style):
+        self.axis.text(x, y, text, **{"ha": "center", "va": "center", "fontsize": 8.5} | style)
+
+    def box(self, x, y, width, height, colour="none", edge="black", **style):
+        style = {"linewidth": 0.8} | style
+        self.axis.add_patch(plt.Rectangle((x, y), width, height, fc=colour, ec=edge, **style))
+
+    def fill(self, x, y, width, height, rank):
+        """In a rank's colour; None: in that of what is the same on all ranks."""
+        colour, hatch = (SAME, "") if rank is None else RANKS[rank % len(RANKS)]
+        self.box(x, y, width, height, colour, "white", hatch=hatch, linewidth=0)
+
+    def arrow(self, start, end, colour="#555555"):
+        self.axis.annotate("", end, start, arrowprops=ARROW | {"color": colour})
+
+    def save(self, path, width, height):
+        self.axis.set(xlim=(0, width), ylim=(height, 0))
+        self.axis.axis("off")
+        self.axis.figure.set_size_inches(width, height)
+        self.axis.figure.savefig(path, dpi=150)
+        plt.close(self.axis.figure)
+        print(f"wrote {path}")
