@@ -1,12 +1,17 @@
-"""Fixtures: Llama directories of unusual sizes, made on the spot. And what is quick."""
+"""Fixtures: Llama directories of unusual sizes, made on the spot. What is quick, and what may run
+beside other tests. The CPU seconds that each script takes."""
 
+import fcntl
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
+
+import launch
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "tasks")]
 
@@ -40,6 +45,72 @@ def pytest_collection_modifyitems(items):
         once = item.name.startswith("test_float64[") and item.name.endswith("-2]")
         if once or (item.path.name in QUICK and not slow):
             item.add_marker("quick")
+
+
+# ---------------------------------------------------------------- several tests at once
+
+
+@pytest.fixture(scope="session")
+def turnstile(tmp_path_factory):
+    """A folder that all of pytest-xdist's processes know, for the two files that they lock."""
+    base = tmp_path_factory.getbasetemp()
+    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+
+@pytest.fixture(autouse=True)
+def turn(request, turnstile):
+    """A test marked `alone` waits until no other runs, and then lets none begin beside it."""
+    alone = request.node.get_closest_marker("alone")
+    with open(turnstile / "gate", "w") as gate, open(turnstile / "room", "w") as room:
+        fcntl.flock(gate, fcntl.LOCK_EX)  # who waits for the room keeps all others before the gate
+        fcntl.flock(room, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        fcntl.flock(gate, fcntl.LOCK_UN)
+        yield
+
+
+# ---------------------------------------------------------------- what each script takes
+
+WHOLE = "not stress and not real"  # `make test-all`
+SPENT = Counter()  # {script: CPU seconds of the tests that start it}
+
+
+def cpu_seconds():
+    """Of this process, of those that it has started and that have ended, and of the ranks."""
+    return sum(os.times()[:4]) + launch.Nursery.cpu_s
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol():
+    launch.STARTED.clear()
+    before = cpu_seconds()
+    result = yield
+    (script,) = launch.STARTED if len(launch.STARTED) == 1 else ("",)
+    SPENT[script if script in launch.SCRIPTS else "the rest"] += cpu_seconds() - before
+    return result
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    """pytest-xdist: one of its processes has ended, and tells what its tests took."""
+    SPENT.update(getattr(node, "workeroutput", {}).get("spent", {}))
+
+
+def pytest_sessionfinish(session):
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["spent"] = dict(SPENT)
+    elif over_budget(session.config):
+        session.exitstatus = session.exitstatus or 1
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    taken = (f"{script} {seconds:.0f}" for script, seconds in sorted(SPENT.items()))
+    terminalreporter.line(f"CPU seconds by script: {', '.join(taken)}")
+    for line in over_budget(config):
+        terminalreporter.line(f"FAILED {line}", red=True)
+
+
+def over_budget(config):
+    return []
 
 
 def make_llama(directory, **changes):
