@@ -4,6 +4,9 @@ NPROC ?= 2
 MODEL ?= tiny
 DEVICE ?= auto
 DTYPE ?= float32
+# How many tests run at once: they wait about as long as they compute.
+AT_ONCE ?= 3
+TEST_FLAGS = -q -rs --durations 5 -n $(AT_ONCE) --dist worksteal
 PYTHON ?= python3
 BIN := .venv/bin
 # Names with spaces, quotes or dollars reach the shell as they are.
@@ -12,12 +15,13 @@ FOUND = $(shell grep -l '__name__ == "__main__"' tasks/*.py)
 FIRST := $(patsubst %,tasks/%.py,tp_mlp tp_attention tp_llama dtensor_llama kv_cache ulysses_forward)
 SCRIPTS = $(FIRST) $(filter-out $(FIRST),$(FOUND))
 
-.PHONY: help demo test test-all stress test-real test-course bench max-seq-len report figures
+.PHONY: help demo test test-all stress soak test-real test-course bench max-seq-len report figures
 .PHONY: tiny-llama gpu lint clean
 help:
 	@echo "make demo         every task, NPROC=$(NPROC) ranks, MODEL=$(MODEL), DTYPE=$(DTYPE)," \
 	  "DEVICE=$(DEVICE)"
-	@echo "make test-all     the tests; make test: the fast ones; make stress: the longest alone"
+	@echo "make test-all     the tests; make test: the fast ones"
+	@echo "make stress       the long tests alone; make soak: a rehearsal of make gpu (an hour)"
 	@echo "make test-real    every task on a real model, SmolLM2-135M (93 MB are fetched)"
 	@echo "make test-course  the tests with the course's versions of transformers and peft"
 	@echo "make report       run every task: the tables and outputs of the pages anew"
@@ -37,13 +41,16 @@ demo: .venv/ready
 	done
 
 test: .venv/ready
-	$(BIN)/python -m pytest -q -m quick
+	$(BIN)/python -m pytest $(TEST_FLAGS) -m quick
 
 test-all: .venv/ready
-	$(BIN)/python -m pytest -q -rs --durations 5 -m "not stress and not real"
+	$(BIN)/python -m pytest $(TEST_FLAGS) -m "not stress and not real"
 
 stress: .venv/ready
-	$(BIN)/python -m pytest -q -rs --durations 5 -m "stress and not real"
+	$(BIN)/python -m pytest $(TEST_FLAGS) -m "stress and not real and not soak"
+
+soak: .venv/ready
+	$(BIN)/python -m pytest -q -rs --durations 5 -m soak
 
 # REAL_TESTS="-m real -k float32": a part of them.
 test-real: .venv/ready
@@ -51,7 +58,7 @@ test-real: .venv/ready
 
 # COURSE_TESTS="-m quick": a part of them.
 test-course: .venv-course/ready
-	.venv-course/bin/python -m pytest -q -rs --durations 5 \
+	.venv-course/bin/python -m pytest $(TEST_FLAGS) \
 	  $(or $(COURSE_TESTS),-m "not stress and not real")
 
 bench: .venv/ready

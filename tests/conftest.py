@@ -1,12 +1,17 @@
-"""Fixtures: Llama directories of unusual sizes, made on the spot. And what is quick."""
+"""Fixtures: Llama directories of unusual sizes, made on the spot. What is quick, and what may run
+beside other tests. The CPU seconds that each script takes."""
 
+import fcntl
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
+
+import launch
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "tasks")]
 
@@ -40,6 +45,90 @@ def pytest_collection_modifyitems(items):
         once = item.name.startswith("test_float64[") and item.name.endswith("-2]")
         if once or (item.path.name in QUICK and not slow):
             item.add_marker("quick")
+
+
+# ---------------------------------------------------------------- several tests at once
+
+
+@pytest.fixture(scope="session")
+def turnstile(tmp_path_factory):
+    """A folder that all of pytest-xdist's processes know, for the two files that they lock."""
+    base = tmp_path_factory.getbasetemp()
+    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+
+@pytest.fixture(autouse=True)
+def turn(request, turnstile):
+    """A test marked `alone` waits until no other runs, and then lets none begin beside it."""
+    alone = request.node.get_closest_marker("alone")
+    with open(turnstile / "gate", "w") as gate, open(turnstile / "room", "w") as room:
+        fcntl.flock(gate, fcntl.LOCK_EX)  # who waits for the room keeps all others before the gate
+        fcntl.flock(room, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        fcntl.flock(gate, fcntl.LOCK_UN)
+        yield
+
+
+# ---------------------------------------------------------------- what each script takes
+
+WHOLE = "not stress and not real"  # `make test-all`, which is to take 8 minutes of 2 cores,
+FIRST = {"tp_mlp", "tp_attention", "tp_llama", "dtensor_llama", "ulysses_forward",
+         "ulysses_finetune", "kv_cache"}  # fmt: skip
+FIRST_S, LATER_S = 8 * 60 * 2, 40 * 2  # for these, and 40 s for each that came later. CPU seconds.
+SHOWN_S = 15 * 2  # what a later one may take of `make demo`, too: as the README shows it
+SPENT = Counter()  # {script: CPU seconds of the tests that start it and no other}
+SHOWN = " as shown"  # {script + SHOWN: of these what the README's own command takes}
+
+
+def cpu_seconds():
+    """Of this process, of those that it has started and that have ended, and of the ranks."""
+    return sum(os.times()[:4]) + launch.Nursery.cpu_s
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    launch.STARTED.clear()
+    before = cpu_seconds()
+    result = yield
+    (script,) = launch.STARTED if len(launch.STARTED) == 1 else ("",)
+    script = script if script in launch.SCRIPTS else "the rest"
+    SPENT[script] += (seconds := cpu_seconds() - before)
+    if item.name.startswith("test_as_shown"):
+        SPENT[script + SHOWN] += seconds
+    return result
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    """pytest-xdist: one of its processes has ended, and tells what its tests took."""
+    SPENT.update(getattr(node, "workeroutput", {}).get("spent", {}))
+
+
+def over_budget(config):
+    """What takes too long of `make test-all` and of `make demo`, in words."""
+    if config.option.markexpr != WHOLE:
+        return
+    first = sum(s for name, s in SPENT.items() if name in FIRST or name == "the rest")
+    limits = {"the first seven scripts and the rest": (first, FIRST_S)}
+    for script in set(launch.SCRIPTS) - FIRST:
+        limits[script] = SPENT[script], LATER_S
+        limits[script + SHOWN] = SPENT[script + SHOWN], SHOWN_S
+    for name, (seconds, limit) in limits.items():
+        if seconds > limit:
+            yield f"the tests of {name} took {seconds:.0f} CPU seconds, more than {limit}"
+
+
+def pytest_sessionfinish(session):
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["spent"] = dict(SPENT)
+    elif any(over_budget(session.config)) and session.exitstatus == 0:
+        session.exitstatus = 1
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    taken = (f"{script} {seconds:.0f}" for script, seconds in sorted(SPENT.items()))
+    terminalreporter.line(f"CPU seconds by script: {', '.join(taken)}")
+    for line in over_budget(config):
+        terminalreporter.line(f"FAILED {line}", red=True)
 
 
 def make_llama(directory, **changes):

@@ -1,8 +1,8 @@
 """Starting the task scripts as a user would, with a timeout, and with nothing left behind."""
 
-import multiprocessing
+import functools
+import json
 import os
-import runpy
 import shutil
 import signal
 import socket
@@ -24,6 +24,7 @@ OTHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "GROUP_", "TORCHELASTIC_", 
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 # Which GPU a test of one GPU takes: the first that this user may see.
 ONE_GPU = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
+STARTED = set()  # the scripts that were started since somebody emptied this: see conftest.py
 MARK = "PARALLEL_LLAMA_TEST"  # set to a job's own id in all its processes, to find survivors by
 
 
@@ -117,13 +118,18 @@ def command(script, *args, nproc, restarts=0):
     """The words of that command line."""
     path = script if str(script).endswith(".py") else TASKS / f"{script}.py"
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    STARTED.add(Path(path).stem)
     words += ["--max-restarts", restarts, "--nproc_per_node", nproc, path, *args]
     return list(map(str, words))
 
 
 def copy_tasks(folder):
-    """All of tasks/, but for the model, which is linked."""
-    ignored = shutil.ignore_patterns("__pycache__", "tiny_llama")
+    """All of tasks/, but for the model, which is linked.
+
+    What is compiled goes along, to save time: Python takes it where a file's time and size are the
+    same. (Not what another test is just compiling.)
+    """
+    ignored = shutil.ignore_patterns("*.pyc.*", "tiny_llama")
     shutil.copytree(TASKS, folder, ignore=ignored, dirs_exist_ok=True)
     (folder / "tiny_llama").symlink_to(TASKS / "tiny_llama")
 
@@ -136,19 +142,26 @@ def torchrun(script, *args, nproc, restarts=0, **kwargs):
 # ---------------------------------------------------------------- many short jobs
 
 
-def rank_main(path, args, env, log):
-    """One rank, in a process that has imported PyTorch and transformers already."""
-    with open(f"{log}.out", "w") as out, open(f"{log}.err", "w") as err:
-        os.dup2(out.fileno(), 1)
-        os.dup2(err.fileno(), 2)
-    os.environ.clear()
-    os.environ.update(env)
-    import torch
+class Nursery:
+    """A process that has all imports done, from which ranks are forked (nursery.py)."""
 
-    torch.set_num_threads(int(env["OMP_NUM_THREADS"]))  # read at import, which was before
-    sys.argv = [str(path), *map(str, args)]
-    sys.path.insert(0, str(Path(path).parent))
-    runpy.run_path(str(path), run_name="__main__")
+    cpu_s = 0.0  # of its ranks so far
+
+    def __init__(self):
+        words = [sys.executable, Path(__file__).with_name("nursery.py")]
+        self.process = subprocess.Popen(
+            words, env=environment("nursery"), cwd=ROOT, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        )  # fmt: skip
+
+    def run(self, **job):
+        print(json.dumps(job), file=self.process.stdin, flush=True)
+        ended = json.loads(self.process.stdout.readline())
+        Nursery.cpu_s += ended["cpu_s"]
+        return ended
+
+
+nursery = functools.cache(Nursery)  # started where it is needed, once
 
 
 def ranks(path, *args, nproc, folder, timeout=120, torchrun=True, env=None, each=None):
@@ -159,36 +172,27 @@ def ranks(path, *args, nproc, folder, timeout=120, torchrun=True, env=None, each
     the seconds that every start costs, where a test needs many jobs. Ends like torchrun: when one
     rank fails, the others are killed. Returns a Result with the worst exit code.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "transformers.models.llama.modeling_llama", "peft"])
+    STARTED.add(Path(path).stem)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    job, begin, workers = uuid.uuid4().hex, time.monotonic(), []
+    mother, job, environments = nursery(), uuid.uuid4().hex, []
     for rank in range(nproc):
         own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc}
         own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         own = {name: str(value) for name, value in own.items()} if torchrun else {}
-        own, log = environment(job, own | (env or {})), folder / f"rank{rank}"
-        words = each[rank] if each else args
-        workers.append(context.Process(target=rank_main, args=(path, words, own, log)))
-        workers[-1].start()
-    while time.monotonic() - begin < timeout:
-        codes = [worker.exitcode for worker in workers]
-        if all(code == 0 for code in codes) or any(codes):
-            break
-        time.sleep(0.05)
-    time.sleep(0.2 if any(codes) else 0)  # let the others tell their part
-    codes = [worker.exitcode for worker in workers]
-    late = [worker for worker in workers if worker.is_alive()]
-    for worker in late:
-        worker.kill()
-    for worker in workers:
-        worker.join()
-    out = "".join((folder / f"rank{r}.out").read_text() for r in range(nproc))
-    err = "".join((folder / f"rank{r}.err").read_text() for r in range(nproc))
-    failed = [code for code in codes if code]
+        environments.append(environment(job, own | (env or {})))
+    words = [list(map(str, each[rank] if each else args)) for rank in range(nproc)]
+    begin = time.monotonic()
+    ended = mother.run(
+        path=str(path), words=words, environments=environments, folder=str(folder), timeout=timeout
+    )
+    out, err = (
+        "".join((folder / f"rank{r}.{kind}").read_text() for r in range(nproc))
+        for kind in ("out", "err")
+    )
+    failed = [code for code in ended["codes"] if code]
     code = failed[0] if failed else 0
-    if late and not failed:
+    if ended["late"] and not failed:
         code, err = 1, err + f"\nTIMEOUT: killed after {timeout} s"
     return Result(code, out, err, time.monotonic() - begin, [])

@@ -235,11 +235,13 @@ BY_GLOO = f"{FIRST} --gloo"
 
 @pytest.mark.parametrize(
     ("script", "rank"),
-    [(FIRST, 0)]
-    + [pytest.param(s, r, marks=pytest.mark.stress) for s in [*ENDLESS, BY_GLOO] for r in (0, 1)],
+    [pytest.param(s, r, marks=pytest.mark.stress) for s in [*ENDLESS, BY_GLOO] for r in (0, 1)],
 )
 def test_killed(script, rank):
-    """The job ends within 15 s, and torchrun names rank and signal."""
+    """The job ends within 15 s, and torchrun names rank and signal.
+
+    (In `make test-all` it is `test_gone_while_a_rank_waits_in_c` that says so.)
+    """
     with Working(script) as job:
         job.rank(rank).kill()
         result = job.end(15)
@@ -247,9 +249,12 @@ def test_killed(script, rank):
     assert "SIGKILL" in result.err and f"rank      : {rank} " in result.err, result.tail()
 
 
-@pytest.mark.parametrize("script", stressed([*ENDLESS, BY_GLOO], [FIRST, BY_GLOO]))
+@pytest.mark.parametrize("script", stressed([*ENDLESS, BY_GLOO], [FIRST]))
 def test_stopped(script):
-    """A rank that hangs (it is stopped, sleeps, or holds the interpreter) is named, and ended."""
+    """A rank that hangs (it is stopped, sleeps, or holds the interpreter) is named, and ended.
+
+    (By gloo, in `make test-all`: `test_stopped_by_gloo`.)
+    """
     with Working(script, "--timeout", 4) as job:
         job.rank(1).send_signal(signal.SIGSTOP)
         result = job.end(4 + 8)
@@ -270,6 +275,18 @@ def test_nccl_ends(script, number):
     if number == signal.SIGSTOP:
         (line,) = result.errors()
         assert "rank 1 did not come, in 4 s, to what rank 0 waited for at" in line
+
+
+def test_stopped_by_gloo(tmp_path):
+    """The other rank says which one it is, where neither gloo nor torchrun does."""
+    line = "    references = run.references(reference)\n"
+    stop = "    run.rank and __import__('os').kill(__import__('os').getpid(), 19)\n"
+    plant(tmp_path, "tp_mlp.py", line, line + stop)
+    args = ["--hidden-size", 8, "--intermediate-size", 8, "--timeout", 3, "--gloo"]
+    result = launch.ranks(tmp_path / "tp_mlp.py", *args, nproc=2, folder=tmp_path)
+    assert result.code and result.seconds < 3 + 12, result.tail()
+    assert len(result.errors()) == 1, result.tail()
+    assert "rank 1 did not come, in 3 s, to what rank 0 waited for at" in result.errors()[0]
 
 
 @pytest.mark.stress
@@ -322,9 +339,12 @@ def test_rank_0_is_stopped(script, own_store):
     assert len(result.errors()) == 1 and "rank 0 d" in result.errors()[0], result.tail()
 
 
-@pytest.mark.parametrize("script", stressed([*ENDLESS, BY_GLOO], [FIRST]))
+@pytest.mark.parametrize("script", stressed([*ENDLESS, BY_GLOO], []))
 def test_torchrun_is_killed(script):
-    """Its ranks end with it."""
+    """Its ranks end with it.
+
+    (In `make test-all` it is `test_gone_while_a_rank_waits_in_c` that says so.)
+    """
     with Working(script) as job:
         job.agent.kill()
         assert not job.end(8).survivors
@@ -351,6 +371,8 @@ def test_gone_while_a_rank_waits_in_c(who, tmp_path):
         (job.agent if who == "torchrun" else job.rank(0)).kill()
         result = job.end(8)
     assert result.code and not result.survivors, result.tail()
+    if who == "rank 0":
+        assert "SIGKILL" in result.err and "rank      : 0 " in result.err, result.tail()
 
 
 @pytest.mark.stress
@@ -398,25 +420,30 @@ def test_interrupted_at_the_start(tmp_path):
     assert "[rank" not in result.err and not result.errors(), result.tail()
 
 
-def test_exception_on_one_rank(tmp_path):
+TWO = [2, pytest.param(3, marks=pytest.mark.stress)]
+
+
+@pytest.mark.parametrize("nproc", TWO)
+def test_exception_on_one_rank(nproc, tmp_path):
     """A bug keeps its traceback, one, and no rank waits for the one that is gone."""
     line = "    references = run.references(reference)\n"
     wait = "    __import__('atexit').register(__import__('time').sleep, 60)\n"  # as NCCL might
     plant(tmp_path, "tp_mlp.py", line, f"{line}{wait}    assert run.rank != 1, 'planted'\n")
     args = ["--model", "random/small", "--hidden-size", 8, "--intermediate-size", 8]
-    result = launch.torchrun(tmp_path / "tp_mlp.py", *args, nproc=3)
+    result = launch.torchrun(tmp_path / "tp_mlp.py", *args, nproc=nproc)
     assert result.code != 0 and result.seconds < 25 and not result.survivors, result.tail()
     assert "[rank1]: AssertionError: planted" in result.err, result.tail()
     assert "[rank0]" not in result.err and "[rank2]" not in result.err, result.tail()
 
 
-def test_one_failure_is_one_line(tmp_path):
+@pytest.mark.parametrize("nproc", TWO)
+def test_one_failure_is_one_line(nproc, tmp_path):
     """Also where all ranks see it, under torchrun, which signals those that come second."""
     line = "        loss = forward_backward(model, batches(i), norms=norms)\n"
     worse = "        loss = loss * float('nan' if i == 3 else 1)\n"  # which --lr does it varies
     plant(tmp_path, "ulysses_finetune.py", line, line + worse)
     args = ["--steps", 60, "--check-steps", 0, "--seq-len", 32]
-    result = launch.torchrun(tmp_path / "ulysses_finetune.py", *args, nproc=3)
+    result = launch.torchrun(tmp_path / "ulysses_finetune.py", *args, nproc=nproc)
     assert result.code and result.seconds < 60 and not result.survivors, result.tail()
     assert len(result.errors()) == 1 and "A smaller --lr may help" in result.err, result.tail()
 

@@ -32,6 +32,7 @@ DIAGRAMS = launch.ROOT / "figures" / "diagrams.json"
 
 
 @pytest.mark.stress
+@pytest.mark.alone
 def test_bytes_on_the_wire(tmp_path):
     """Every technique sends what its formula says, within 2 %, and its loss is the reference's."""
     output = tmp_path / "speed.json"
@@ -281,6 +282,7 @@ def test_steps_of_gpu(tmp_path, monkeypatch, capfd):
 
 
 @pytest.mark.stress
+@pytest.mark.soak
 def test_gpu_rehearsal(tmp_path):
     """All steps of `make gpu` on the CPU, by small sizes; a second call has nothing to do."""
     command = ["make", "gpu", "DEVICE=cpu", f"OUT={tmp_path}", "STEP="]

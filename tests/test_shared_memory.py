@@ -68,7 +68,7 @@ if __name__ == "__main__":
     except (RuntimeError, NotImplementedError, ValueError) as error:
         after = time.monotonic() - begin
         print(f"rank {{rank}}: {{type(error).__name__}} after {{after:.0f}} s: {{error}}")
-    time.sleep(max(0, begin + 5 - time.monotonic()))  # for who ends is missing
+    time.sleep(max(0, begin + {stay} - time.monotonic()))  # for who ends is missing
     os._exit(0)
 """
 SCENES = {
@@ -152,7 +152,8 @@ SCENES = {
 def test_who_is_missing(name, tmp_path):
     scenes, expected = SCENES[name]
     file = tmp_path / "scene.py"
-    file.write_text(SCENE.format(tasks=str(launch.TASKS), scenes=scenes))
+    stay = 5 if "after 3 s" in expected[0] else 2.5
+    file.write_text(SCENE.format(tasks=str(launch.TASKS), scenes=scenes, stay=stay))
     result = launch.ranks(file, nproc=3, folder=tmp_path)
     assert result.code == 0, result.tail()
     for line in expected:

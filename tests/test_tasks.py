@@ -71,13 +71,13 @@ def test_as_shown(script, tmp_path):
 
 
 STRESS = pytest.mark.stress
-# (On two ranks `test_as_shown` runs the commands of the README, on one there is
-# `test_without_torchrun`, and on three `test_odd_llama`.)
-BY = [pytest.param("forked", nproc, marks=[STRESS] * (nproc != 4)) for nproc in (1, 2, 3, 4)]
-BY += [pytest.param("torchrun", nproc, marks=STRESS) for nproc in (1, 2, 3, 4)]
 
 
-@pytest.mark.parametrize(("by", "nproc"), BY)
+# (In `make test-all` `test_as_shown` runs the commands of the README, most on two ranks, on one
+# there is `test_without_torchrun`, and on three and four `test_odd_llama`.)
+@STRESS
+@pytest.mark.parametrize("nproc", [1, 2, 3, 4])
+@pytest.mark.parametrize("by", ["forked", "torchrun"])
 @pytest.mark.parametrize("script", launch.SCRIPTS)
 def test_float32(script, by, nproc, tmp_path):
     """On all rank counts, a little shortened."""
@@ -129,12 +129,15 @@ def test_float64(script, nproc, tmp_path):
         assert check["max_abs_diff"] <= bound or exempt, check
 
 
-@pytest.mark.parametrize("nproc", [3, 5, pytest.param(6, marks=STRESS)])
+ODD = [3, 4, *(pytest.param(nproc, marks=STRESS) for nproc in (5, 6))]
+
+
+@pytest.mark.parametrize("nproc", ODD)
 @pytest.mark.parametrize("script", launch.SCRIPTS)
 def test_odd_llama(script, nproc, tmp_path, odd_llama, shallow_llama):
     """Sizes that divide by nothing, biases, an untied head, more ranks than KV heads; one layer."""
     path = tmp_path / "record.json"
-    model = shallow_llama if nproc == 5 else odd_llama
+    model = shallow_llama if nproc in (4, 5) else odd_llama
     args = ["--model", model, "--dtype", "float64", *QUICK.get(script, []), "--json", path]
     args += ["--batch-size", 3, "--seq-len", 23] if script in DEEP else []
     file = launch.TASKS / f"{script}.py"
@@ -190,6 +193,7 @@ def test_overfitting(nproc, tmp_path):
     assert ("*** ONE DEVICE: ONE BATCH IS OVERFITTED ***" in result.out) == (nproc == 1)
 
 
+@pytest.mark.alone
 def test_bytes_of_the_all_to_alls(tmp_path):
     """As the formula has it, a layer and direction, also where nothing divides; on the wire, too.
 
