@@ -84,7 +84,6 @@ def start(args, body):
         sys.stdout.flush()
         sys.excepthook(type(error), error, error.__traceback__)
         os._exit(1)  # at once: NCCL's end would wait for the other ranks
-    run.print_in_order(f"Tests passed (rank={rank})")
     dist.destroy_process_group()
     sys.stdout.flush()
     os._exit(0)  # not through the interpreter's end, which gloo's threads may outlive and abort
@@ -257,6 +256,7 @@ class Run(Comparison):
         self.write_json()
         self.print0(f"{len(self.checks)} checks, nearest to its tolerance: {self.nearest()}"
                     f"{self.furthest_off()}")  # fmt: skip
+        self.print_in_order(f"Tests passed (rank={self.rank})")
         self.watch.stop()
 
     def exit(self, code):
@@ -278,7 +278,8 @@ class Run(Comparison):
             "versions": versions, "checks": self.checks, "results": self.results,
         }  # fmt: skip
         if self.device.type == "cuda":  # see `choose_device`
-            record |= {"cudnn_attention": torch.backends.cuda.cudnn_sdp_enabled(),
+            record |= {"gpu": torch.cuda.get_device_name(self.device),
+                       "cudnn_attention": torch.backends.cuda.cudnn_sdp_enabled(),
                        "NCCL_NVLS_ENABLE": os.environ["NCCL_NVLS_ENABLE"]}  # fmt: skip
         path = self.json.resolve()
         part = path.with_name(f".{path.name}.{os.getpid()}.part")
