@@ -65,7 +65,7 @@ def measure(run, args):
     if dist.get_backend() != NAME:
         raise UserError(f"this is about shared memory, not {dist.get_backend()}: --device cpu")
     run.results |= here_and_now(run.device.type, run.world_size)
-    threads, reference = torch.get_num_threads(), run.load_model() if run.rank == 0 else None
+    threads, reference = torch.get_num_threads(), run.load_reference()
     made, models = split(run, args.techniques)
     ids = run.broadcast(torch.randint(run.source.config.vocab_size, (1, args.prompt_len)))
 

@@ -152,7 +152,7 @@ def together(ranks):
 def measure(run, args):
     """Both techniques, on the ranks of this job."""
     config, tp, sp = run.source.config, run.mesh("tp"), run.mesh("sp")
-    reference = run.load_model() if run.rank == 0 else None
+    reference = run.load_reference()
     ids = run.broadcast(torch.randint(config.vocab_size, (args.batch_size, args.seq_len)))
     run.results["sizes"] = {
         "B": args.batch_size, "S": args.seq_len, "H": config.hidden_size,

@@ -86,7 +86,7 @@ def measure_all(run, args):
         "Task 4": (partial(sequence_parallelize, mesh=sp), partial(sum_gradients, mesh=sp)),
     }
     for number, (name, (parallelize, reduce)) in enumerate(techniques.items()):
-        reference = run.load_model() if run.rank == 0 else None
+        reference = run.load_reference()
         references = run.references(reference)
         model = run.load_model(parallelize)
         for seed in range(number, args.texts, len(techniques)):

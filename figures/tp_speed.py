@@ -55,7 +55,7 @@ WAITING = ("nccl", "c10d::", "_c10d_functional::", "CopyToRanks", "SumOverRanks"
 
 def measure(run, args):
     """Everything about the techniques at one length, on the ranks of this job."""
-    config, models = run.source.config, {"single": run.load_model() if run.rank == 0 else None}
+    config, models = run.source.config, {"single": run.load_reference()}
     techniques, parallel = split(run, args.techniques)
     models |= parallel
     in_files = args.giving_back and run.device.type == "cpu"

@@ -38,7 +38,7 @@ def measure(run, args):
     mesh = run.mesh("sp")
     parallelize, reduce = (partial(f, mesh=mesh) for f in (sequence_parallelize, sum_gradients))
     run.results |= here_and_now(run.device.type, run.world_size)
-    reference = run.load_model() if run.rank == 0 else None
+    reference = run.load_reference()
     parallel = run.load_model(parallelize)
     shape = args.batch_size, args.seq_len
     ids = run.broadcast(torch.randint(run.source.config.vocab_size, shape))

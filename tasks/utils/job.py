@@ -122,7 +122,7 @@ class Run(Comparison):
 
     Attributes: `rank`, `world_size`, `device`, `dtype`, `seed`, `results` (goes to the JSON file),
     `mark` ("T" or "S": the ...Parallel that the lines speak of). Every method is called by all
-    ranks together, but for `load_model`.
+    ranks together, but for `load_model` once the source is known.
     """
 
     def __init__(self, args, device, watch):
@@ -244,6 +244,11 @@ class Run(Comparison):
     def load_model(self, parallelize=None):
         """The model on this rank, whole or what parallelize(model) leaves: `Source.load_model`."""
         return self.source.load_model(self.dtype, self.device, parallelize)
+
+    def load_reference(self):
+        """The unmodified model on rank 0; None elsewhere."""
+        source = self.source  # which all ranks must ask for together, the first time
+        return source.load_model(self.dtype, self.device) if self.rank == 0 else None
 
     def synchronize(self):
         if self.device.type == "cuda":

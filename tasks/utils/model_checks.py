@@ -37,7 +37,7 @@ def show_model(run, workload, parallelize, loss=own_loss, whole=("norm",), also=
     """
     prompt, _ = encode_prompts(run, [workload.prompt], workload.new_tokens)
     batch = make_batch(run, workload.batch_size, workload.seq_len)
-    reference = run.load_model() if run.rank == 0 else None
+    reference = run.load_reference()
     references = run.references(reference)
     parallel = run.together(lambda: run.load_model(parallelize))
     run.check_weights("all", parallel, references, whole=whole)
