@@ -74,6 +74,7 @@ WHOLE = "not stress and not real"  # `make test-all`, which is to take 8 minutes
 FIRST = {"tp_mlp", "tp_attention", "tp_llama", "dtensor_llama", "ulysses_forward",
          "ulysses_finetune", "kv_cache"}  # fmt: skip
 FIRST_S, LATER_S = 8 * 60 * 2, 40 * 2  # for these, and 40 s for each that came later. CPU seconds.
+SLACK = 1.75  # processors differ, and hours: what goes beyond this is no noise
 SHOWN_S = 15 * 2  # what a later one may take of `make demo`, too: as the README shows it
 SPENT = Counter()  # {script: CPU seconds of the tests that start it and no other}
 SHOWN = " as shown"  # {script + SHOWN: of these what the README's own command takes}
@@ -113,8 +114,9 @@ def over_budget(config):
         limits[script] = SPENT[script], LATER_S
         limits[script + SHOWN] = SPENT[script + SHOWN], SHOWN_S
     for name, (seconds, limit) in limits.items():
-        if seconds > limit:
-            yield f"the tests of {name} took {seconds:.0f} CPU seconds, more than {limit}"
+        if seconds > SLACK * limit:
+            yield (f"the tests of {name} took {seconds:.0f} CPU seconds, of {limit}, and more than "
+                   f"{SLACK} times as many")  # fmt: skip
 
 
 def pytest_sessionfinish(session):

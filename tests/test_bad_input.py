@@ -227,6 +227,7 @@ def test_plan_names_no_module(tmp_path):
     result.assert_refused("up_projection, which")
 
 
+@pytest.mark.alone
 def test_one_line_from_all_ranks(directory):
     """Under torchrun too: one line, from one rank, and the ranks exit with 2."""
     change_config(directory, model_type="gpt2")
