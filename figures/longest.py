@@ -23,6 +23,7 @@ import transformers
 
 from memory.finetune import default_tile_mib
 from records import add, machine, resume, threads_of, torchrun
+from utils.environment import count_gpus
 from utils.flags import positive
 from utils.measure import is_for_memory
 from utils.models import PRESETS, Source
@@ -188,7 +189,7 @@ def main():
     source, device = Source(args.model), torch.device(args.device)
     config = source.config
     element = {"float32": 4, "bfloat16": 2}[args.dtype]
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpus = count_gpus()
     if args.device == "cuda" and not gpus:
         parser.error("--device cuda: PyTorch sees no GPU")
     args.budgets = args.budgets or ([64, 256] if args.device == "cpu" else [1024])

@@ -32,6 +32,7 @@ import transformers
 from contenders import BY_GLOO, TECHNIQUES, Single, local_weights, split
 from kv_cache import generation
 from records import add, machine, resume, threads_of, torchrun
+from utils.environment import count_gpus
 from utils.errors import UserError
 from utils.flags import DTYPES, make_parser, natural, positive
 from utils.job import start
@@ -162,10 +163,9 @@ def profile(run, function):
 
 def drive(args):
     """Start every combination, one after another, and write all records into one file."""
-    # All of it, or nothing; and GPUs are counted without a driver that works, too.
-    on_gpu = torch.cuda.is_available() and torch.cuda.device_count() >= max(args.ranks)
+    on_gpu = count_gpus() >= max(args.ranks)  # all of it, or nothing
     if not on_gpu:
-        if torch.cuda.device_count():
+        if count_gpus():
             print(f"note: fewer GPUs than {max(args.ranks)}: all on CPU (see --ranks)", flush=True)
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     cut = args.model.startswith("random/")

@@ -165,6 +165,24 @@ def test_diagrams(tmp_path):
         assert (tmp_path / f"{technique}_diagram.png").stat().st_size > 100_000
 
 
+@pytest.mark.parametrize(
+    ("script", "flags"),
+    [
+        ("decoding", ["--techniques", "hand-made", "--prompt-len", 16, "--new-tokens", 4]),
+        ("long_speed", ["--seq-len", 128]), ("ulysses_speed", ["--seq-len", 64]),
+        ("tolerance", ["--texts", 1]), ("one_step", ["--positions", 256]),
+    ],
+)  # fmt: skip
+def test_measured_on_ranks(script, flags, tmp_path):
+    """What the others measure on ranks, on as little as can be: nothing of it is else run here."""
+    flags = [*flags, "--model", "tiny", "--json", tmp_path / "record.json"]
+    flags += ["--repeats", 1] if script not in ("tolerance", "one_step") else []
+    file, nproc = launch.ROOT / "figures" / f"{script}.py", 1 if script == "one_step" else 2
+    result = launch.ranks(file, *flags, nproc=nproc, folder=tmp_path)
+    assert result.code == 0 and result.out.count("Tests passed") == nproc, result.tail()
+    assert json.loads((tmp_path / "record.json").read_text())
+
+
 @pytest.mark.parametrize(("technique", "count"), [("tp", 7), ("ulysses", 6)])
 def test_diagrams_show_every_collective(technique, count, tmp_path):
     """None is left out: each has its place between two rows, and every such place is drawn."""

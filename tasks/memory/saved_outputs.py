@@ -39,8 +39,7 @@ class SavedOutputs(torch.autograd.Function):
         ctx.stack, ctx.saved, ctx.needed = stack, Saved(x, stack.techniques.offload), []
         last, ctx.kept = len(stack.layers) - 1, {}
         for number, layer in enumerate(stack.layers):
-            flats, needed = run_attention(stack, layer, x)
-            lses = [rest.pop(0) for rest in needed if rest]
+            flats, lses, needed = run_attention(stack, layer, x)
             ctx.needed.append(needed)
             if 0 < number == last:  # its backward comes first, with room for this
                 ctx.kept[last] = ctx.saved.away([x])
@@ -93,15 +92,19 @@ def qkv_of_heads(stack, layer, x, turn):
 
 
 def run_attention(stack, layer, x):
-    """Attention's outputs, a flat tensor a round, and of each what its backward needs."""
-    flats, needed = [], []
+    """Attention's outputs, a flat tensor a round; log-sum-exps; what else their backward needs.
+
+    In a round in which this rank has no heads there are no log-sum-exps.
+    """
+    flats, lses, needed = [], [], []
     for turn in stack.rounds:
         q, k, v = qkv_of_heads(stack, layer, x, turn)
         o, *rest = attend(q, k, v) if q.shape[1] else (q,)
         del q, k, v
         flats.append(stack.to_tokens([o], stack.counts(turn)))
-        needed.append(rest)
-    return flats, needed
+        lses += rest[:1]
+        needed.append(rest[1:])
+    return flats, lses, needed
 
 
 def finish_all(stack, layer, x, flats, into=None):

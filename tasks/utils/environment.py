@@ -121,13 +121,17 @@ def unusable_gpu():
             f"{torch.version.cuda}): it wants another driver, or another build")  # fmt: skip
 
 
+def count_gpus():
+    """The GPUs that PyTorch can use; it counts those without a driver that works, too."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
 def choose_device(wanted, shared=False):
     """This rank's device, and a notice if it is not what one would expect.
 
     shared: several ranks may have one GPU.
     """
-    # Counted they are without a driver that works, too.
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpus = count_gpus()
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if wanted == "cuda" and not gpus:
         fail(f"--device cuda: {unusable_gpu() or 'PyTorch sees no GPU'}; use --device cpu")

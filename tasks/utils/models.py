@@ -197,7 +197,7 @@ class Source:
             tokenizer = PreTrainedTokenizerFast.from_pretrained(self.directory)
         except Exception as error:
             raise UserError(f"{self.name}: tokenizer: {' '.join(str(error).split())}") from None
-        known = max(tokenizer.get_vocab().values()) + 1
+        known = max(tokenizer.get_vocab().values(), default=-1) + 1
         if known > self.config.vocab_size:
             raise UserError(f"{self.name}: the tokenizer knows {known} tokens, the model only "
                             f"{self.config.vocab_size}")  # fmt: skip
