@@ -33,6 +33,7 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
 )
 
+from tp_llama import local_rows
 from tp_mlp import block_step, make_demo
 from utils.collectives import SharedLinear, group_of_axis, subgroup, sum_over_ranks
 from utils.errors import UserError
@@ -42,7 +43,6 @@ from utils.job import start
 from utils.model_checks import check_overfitting, show_model
 from utils.shards import (
     apply_plan,
-    check_ids,
     keep_shard,
     local_part,
     next_tokens,
@@ -80,6 +80,11 @@ class Local(ParallelStyle):
         return module
 
 
+def everywhere(total):
+    """Megatron's g: a Partial DTensor, added up on every rank; all go on to compute the same."""
+    return total.redistribute(placements=[Replicate()]).to_local(grad_placements=[Replicate()])
+
+
 class VocabularyRows(ParallelStyle):
     """An embedding's rows, dealt out: a token's row comes from the rank that has it, by a sum.
 
@@ -90,25 +95,14 @@ class VocabularyRows(ParallelStyle):
     def _apply(self, module, mesh):
         rows = distribute_tensor(module.weight, mesh, [Shard(0)])
         module.weight = nn.Parameter(rows, requires_grad=module.weight.requires_grad)
-        mine = shard_of(module.weight)[0]
-        first, end = mine.start, mine.stop
-        words = len(module.weight)
-        if (mesh.size() - 1) * -(-words // mesh.size()) >= words:  # equal chunks, the last short
-            raise UserError(
-                f"{mesh.size()} ranks share {words} tokens: some have none; fewer ranks"
-            )
-        padding = module.padding_idx  # its row gets no gradient
-        padding = padding - first if padding is not None and first <= padding < end else None
+        ranks, tokens, first = mesh.size(), len(module.weight), shard_of(module.weight)[0].start
+        if (ranks - 1) * -(-tokens // ranks) >= tokens:  # equal chunks, the last short
+            raise UserError(f"{ranks} ranks share {tokens} tokens: some have none; fewer ranks")
 
         def forward(ids):
-            check_ids(ids, module.weight.shape[0])
-            elsewhere = (ids < first) | (ids >= end)
             weight = module.weight.to_local(grad_placements=[Shard(0)])
-            rows = F.embedding((ids - first).masked_fill(elsewhere, 0), weight, padding)
-            rows = DTensor.from_local(rows.masked_fill(elsewhere[..., None], 0), mesh, [Partial()])
-            return rows.redistribute(placements=[Replicate()]).to_local(
-                grad_placements=[Replicate()]
-            )
+            rows = local_rows(ids, weight, first, tokens, module.padding_idx)
+            return everywhere(DTensor.from_local(rows, mesh, [Partial()]))
 
         module.forward = forward
         return module
@@ -178,8 +172,7 @@ class WholeHeads(ParallelStyle):
             return args[0].to_local(grad_placements=[Partial()])
 
         def g(module, args, y):
-            total = DTensor.from_local(y, mesh, [Partial()]).redistribute(placements=[Replicate()])
-            return total.to_local(grad_placements=[Replicate()])
+            return everywhere(DTensor.from_local(y, mesh, [Partial()]))
 
         if self.dim == 0:
             module.register_forward_pre_hook(f)
@@ -220,36 +213,28 @@ def split_loss(
 
     Takes the place of Hugging Face's loss, with its arguments; labels (B, S) are shifted here.
     Under `loss_parallel`, where its backward must be too, the logits are never made whole; without
-    it they are. Raises ValueError for `shift_labels`, labels that are shifted already, and as
-    `next_tokens` does.
+    it they are. Raises ValueError and IndexError as `next_tokens` does.
     """
-    if shift_labels is not None:
-        raise ValueError("shift_labels: not under tensor parallelism, labels are shifted here")
-    targets = next_tokens(labels, logits.shape[:2], vocab_size, ignore_index).flatten()
+    size = logits.shape[:2]
+    targets = next_tokens(labels, size, vocab_size, ignore_index, shift_labels).flatten()
     logits = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
-    everywhere = DTensor.from_local(targets, logits.device_mesh, [Replicate()])
-    total = F.cross_entropy(logits, everywhere, ignore_index=ignore_index, reduction="sum")
+    whole = DTensor.from_local(targets, logits.device_mesh, [Replicate()])
+    total = F.cross_entropy(logits, whole, ignore_index=ignore_index, reduction="sum")
     count = (targets != ignore_index).sum().clamp(min=1)
     # Every rank has the loss itself, and starts its backward from the whole of it.
-    total = total.redistribute(placements=[Replicate()]).to_local(grad_placements=[Replicate()])
-    return total / (count if num_items_in_batch is None else num_items_in_batch)
+    return everywhere(total) / (count if num_items_in_batch is None else num_items_in_batch)
 
 
 def whole_logits(logits):
     """DTensor logits, made whole on every rank, which all go on to compute the same."""
-    if logits.is_cuda and dist.get_backend(logits.device_mesh.get_group()) == "gloo":
-        return summed_logits(logits)
-    return logits.full_tensor(grad_placements=[Replicate()])
-
-
-def summed_logits(logits):
-    """The same by an all-reduce, of what is zero but for a rank's own tokens.
-
-    The all-gather of DTensor takes CUDA's memory for the CPU's on gloo (pytorch issue 152645).
-    """
+    group = logits.device_mesh.get_group()
+    if not logits.is_cuda or dist.get_backend(group) != "gloo":
+        return logits.full_tensor(grad_placements=[Replicate()])
+    # There the all-gather takes CUDA's memory for the CPU's (pytorch issue 152645): a sum instead,
+    # of what is zero but for a rank's own tokens.
     own = shard_of(logits)[-1]
     mine = F.pad(logits.to_local(), (own.start, logits.shape[-1] - own.stop))
-    return sum_over_ranks(mine, logits.device_mesh.get_group())
+    return sum_over_ranks(mine, group)
 
 
 # ---------------------------------------------------------------- what is shown with it

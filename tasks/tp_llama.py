@@ -149,14 +149,23 @@ class VocabParallelEmbedding(nn.Embedding):
     """Rows [start, stop) of an embedding; a token's row comes from the rank that has it."""
 
     def forward(self, ids):
-        """ids (B, S) -> (B, S, H): zeros where the row is another rank's, then g."""
-        check_ids(ids, self.vocab_size)
-        first, end = self.rows
-        elsewhere = (ids < first) | (ids >= end)
-        padding = self.padding_idx  # this token's row gets no gradient, in the whole model too
-        padding = padding - first if padding is not None and first <= padding < end else None
-        local = F.embedding((ids - first).masked_fill(elsewhere, 0), self.weight, padding)
-        return sum_over_ranks(local.masked_fill(elsewhere[..., None], 0), self.group)
+        """ids (B, S) -> (B, S, H): this rank's rows, then g."""
+        rows = local_rows(ids, self.weight, self.rows[0], self.vocab_size, self.padding_idx)
+        return sum_over_ranks(rows, self.group)
+
+
+def local_rows(ids, weight, first, vocab_size, padding):
+    """The rows of ids (B, S) that `weight` has, (B, S, H); zeros where the row is another rank's.
+
+    weight: rows from `first` on of an embedding of `vocab_size`. padding: the id, or None, whose
+    row gets no gradient, in the whole model too. Raises IndexError for ids beyond the vocabulary.
+    """
+    check_ids(ids, vocab_size)
+    end = first + len(weight)
+    elsewhere = (ids < first) | (ids >= end)
+    padding = padding - first if padding is not None and first <= padding < end else None
+    rows = F.embedding((ids - first).masked_fill(elsewhere, 0), weight, padding)
+    return rows.masked_fill(elsewhere[..., None], 0)
 
 
 class VocabParallelCrossEntropy(torch.autograd.Function):
@@ -201,11 +210,10 @@ def vocab_parallel_loss(
     Takes the place of Hugging Face's loss: labels are the input tokens and are shifted here,
     `ignore_index` marks tokens without loss, and the mean is over the rest or, as its Trainer
     wants it, over `num_items_in_batch`. Without any valid label the loss is 0. Raises ValueError
-    for `shift_labels`, labels that are shifted already, and as `next_tokens` does.
+    and IndexError as `next_tokens` does.
     """
-    if shift_labels is not None:
-        raise ValueError("shift_labels: not under tensor parallelism, labels are shifted here")
-    targets = next_tokens(labels, logits.shape[:2], vocab_size, ignore_index).flatten()
+    size = logits.shape[:2]
+    targets = next_tokens(labels, size, vocab_size, ignore_index, shift_labels).flatten()
     losses = VocabParallelCrossEntropy.apply(logits.flatten(0, 1), targets, rows, group)
     valid = targets != ignore_index
     count = valid.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch

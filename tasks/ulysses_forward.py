@@ -20,8 +20,6 @@ of a sum: one all-reduce after the backward (`sum_gradients`), as in data parall
 checks hidden states, logits, loss, the gradients of the input embeddings and of all weights against
 a single-rank run of the unmodified model (batch of 2, left padding), continues a prompt, counts the
 bytes on the wire, and measures time and memory of both.
-
-Source: DeepSpeed-Ulysses, arXiv 2309.14509, section 3.
 """
 
 import copy
@@ -152,8 +150,7 @@ class SequenceParallelLlama(LlamaForCausalLM):
         keeps the gradient of its own tokens' part of either, so nothing is counted P times.
         """
         for name in ("logits_to_keep", "num_logits_to_keep", "output_attentions", "shift_labels"):
-            value = kwargs.pop(name, None)
-            if torch.is_tensor(value) or value:
+            if torch.is_tensor(value := kwargs.pop(name, None)) or value:
                 raise ValueError(f"{name}: not under sequence parallelism")
         if past_key_values is not None:
             raise ValueError("past_key_values: there is no KV cache under sequence parallelism")
@@ -227,14 +224,13 @@ def sequence_parallelize(model, mesh):
     Works on a model without memory (device meta) too. Raises UserError for more ranks than query
     heads, and for RoPE that depends on the length of the sequence. Whole KV groups are dealt out,
     so ranks may differ by a group, and in time: 4 groups on 3 ranks leave one with two.
+    Source: DeepSpeed-Ulysses, arXiv 2309.14509, section 3.
     """
     group = group_of_axis(mesh)
     config, ranks = copy.deepcopy(model.config), range(group.size())  # others may share it
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    if rope.get("rope_type") in ("dynamic", "longrope"):
-        raise UserError(
-            f"RoPE {rope['rope_type']} depends on the sequence's length, which no rank sees"
-        )
+    if (kind := rope.get("rope_type")) in ("dynamic", "longrope"):
+        raise UserError(f"RoPE {kind} depends on the sequence's length, which no rank sees")
     N, K = config.num_attention_heads, config.num_key_value_heads
     heads = [shard_heads(N, K, len(ranks), rank)[:2] for rank in ranks]
     (first, stop), (first_key, stop_key) = heads[group.rank()]

@@ -192,11 +192,10 @@ BUGS = {
     ),
     "no g behind the embedding": (
         "tp_llama", 2, "tp_llama.py",
-        "sum_over_ranks(local.masked_fill(elsewhere[..., None], 0), self.group)",
-        "local.masked_fill(elsewhere[..., None], 0)", "embeddings|bits",
+        "sum_over_ranks(rows, self.group)", "rows", "embeddings|bits",
     ),
     "other ranks' rows are not blanked": (
-        "tp_llama", 2, "tp_llama.py", "local.masked_fill(elsewhere[..., None], 0)", "local",
+        "tp_llama", 2, "tp_llama.py", "rows.masked_fill(elsewhere[..., None], 0)", "rows",
         "embeddings",
     ),
     "the padding token's row learns": (
@@ -261,11 +260,11 @@ BUGS = {
         '    "model.layers.*.mlp.down_proj": SUM,  # (H, F/P)\n', "", "none whole",
     ),
     "the plan's embedding takes others' rows": (
-        "dtensor_llama", 2, "dtensor_llama.py", "rows.masked_fill(elsewhere[..., None], 0)", "rows",
+        "dtensor_llama", 2, "tp_llama.py", "rows.masked_fill(elsewhere[..., None], 0)", "rows",
         "embeddings",
     ),
     "the plan's padding token learns": (
-        "dtensor_llama", 2, "dtensor_llama.py", "padding = padding - first if",
+        "dtensor_llama", 2, "tp_llama.py", "padding = padding - first if",
         "padding = None if", "embed_tokens.weight grad",
     ),
     "the plan's loss counts ignored labels": (

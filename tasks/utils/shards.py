@@ -123,11 +123,14 @@ def check_ids(ids, vocab_size):
     F.embedding(ids, torch.zeros((), device=ids.device).expand(vocab_size, 1))
 
 
-def next_tokens(labels, size, vocab_size, ignore_index=-100):
+def next_tokens(labels, size, vocab_size, ignore_index=-100, shift_labels=None):
     """Labels (B, S), shifted: the target of each of `size` tokens; the last has none.
 
-    Raises ValueError for labels that are not `size`, and IndexError as `check_ids` does.
+    Raises ValueError for labels that are not `size` and for `shift_labels`, labels that are shifted
+    already, and IndexError as `check_ids` does.
     """
+    if shift_labels is not None:
+        raise ValueError("shift_labels: labels are shifted here")
     if labels.shape != size:
         raise ValueError(f"labels are {list(labels.shape)}, of tokens that are {list(size)}")
     targets = F.pad(labels, (0, 1), value=ignore_index)[:, 1:]
