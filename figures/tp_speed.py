@@ -5,9 +5,10 @@
 
 All are measured beside one process that has as many cores (or one GPU): forward, backward, and
 cached generation, in turns, on the same weights, after a check that each gives the same loss. On a
-CPU ranks talk through shared memory, and at the shortest length also by gloo, in turns, too. What
-is quoted is the slowest rank's seconds, and medians of the ratios within a turn. A step is also run
-under the profiler, and its bytes on the wire are held against the formula.
+CPU ranks talk through shared memory, and at the shortest length also by gloo, in turns, too; more
+ranks than cores are measured at the shortest length only. What is quoted is the slowest rank's
+seconds, and medians of the ratios within a turn. A step is also run under the profiler, and its
+bytes on the wire are held against the formula.
 
 Without torchrun this is the driver, which starts itself under torchrun for every number of ranks
 and of tokens.
@@ -229,6 +230,8 @@ def choose_jobs(args, on_gpu, runs):
         wanted = [t for t in args.techniques if ranks > 1 or t in ("hand-made", "DTensor")]
         if on_gpu or seq_len > min(args.seq_lens):
             wanted = [t for t in wanted if t not in BY_GLOO]
+            if ranks > os.cpu_count() and not on_gpu:
+                continue  # ranks that share cores say little, and take half an hour at this length
         if args.missing:
             wanted = [t for t in wanted if (ranks, seq_len, t) not in there]
         # Else memory is what there is too little of (24 GB were, for 2 ranks at 2,048 tokens).
