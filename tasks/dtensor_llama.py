@@ -65,16 +65,16 @@ MLP_INPUT = PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layou
 
 
 class Local(ParallelStyle):
-    """A style, after which the output becomes a local tensor, whose gradient lies as `grad` says.
+    """Applies a style, and makes its output local; `grad` is the placement of its gradient.
 
-    The library's styles can do that too, but leave it to a default how the gradient lies.
+    The library's styles can do that too, but leave that placement to a default.
     """
 
     def __init__(self, style, grad):
         self.style, self.grad = style, grad
 
     def _apply(self, module, mesh):
-        self.style.src_data_rank = getattr(self, "src_data_rank", 0)  # the outer style's alone
+        self.style.src_data_rank = getattr(self, "src_data_rank", 0)  # set on this one
         module = self.style._apply(module, mesh)
         module.register_forward_hook(lambda _, args, y: y.to_local(grad_placements=[self.grad]))
         return module
@@ -110,7 +110,7 @@ class VocabularyRows(ParallelStyle):
 
 COLUMNS, ROWS = ColwiseParallel(use_local_output=False), RowwiseParallel(use_local_output=False)
 HEADS = Local(COLUMNS, grad=Shard(2))  # what goes into RoPE and attention: this rank's heads
-SUM = Local(ROWS, grad=Replicate())  # what goes into the residual stream: the same on all ranks
+SUM = Local(ROWS, grad=Replicate())  # by g, a sum: what goes into the residual stream, on all ranks
 
 # The MLP's units stay DTensors, and may be uneven. Norms are not in the plan: they stay ordinary
 # tensors, equal on all ranks, and so do their gradients.
@@ -196,7 +196,7 @@ def plan_whole_heads(model, mesh):
         shared = subgroup(group, *holders)
     for layer in model.model.layers:
         layer.self_attn.num_key_value_groups = (queries[1] - queries[0]) // (keys[1] - keys[0])
-    queries, keys = ((first * D, end * D) for first, end in (queries, keys))
+    queries, keys = ((first * D, stop * D) for first, stop in (queries, keys))
     return {
         "model.layers.*.self_attn.q_proj": WholeHeads(0, *queries),
         "model.layers.*.self_attn.k_proj": WholeHeads(0, *keys, shared),

@@ -115,7 +115,7 @@ def check_generation(run, name, model, choose, prompts, count, expected, referen
     """Every way to continue the prompts gives the single rank's tokens; the cache is its slice."""
     (ids, mask), config = prompts, run.source.config
     length = ids.shape[1] + count
-    _, (first, end), _ = shard_heads(
+    _, (first, stop), _ = shard_heads(
         config.num_attention_heads, config.num_key_value_heads, run.world_size, run.rank
     )
     caches, results = {}, {}
@@ -133,7 +133,7 @@ def check_generation(run, name, model, choose, prompts, count, expected, referen
         ("cached, by .generate", by_hf, "dynamic"),
         ("cached, static, by .generate", by_hf, "static"),
     ):
-        cache = make_cache(kind, model, end - first, len(ids), length)
+        cache = make_cache(kind, model, stop - first, len(ids), length)
         tokens = results[how] = function(cache)
         if cache is not None:
             caches[how] = cache
@@ -151,7 +151,7 @@ def check_generation(run, name, model, choose, prompts, count, expected, referen
             whole = run.expect(lambda m, ids=expected: all_at_once(m, ids, mask), references)
         mine = [x[:, :, :S].clone() for x in contents(cache)]
         pairs = [
-            (x * real, *(y[:, first:end, :-1] * real for y in all_heads))
+            (x * real, *(y[:, first:stop, :-1] * real for y in all_heads))
             for x, all_heads in zip(mine, whole[1:], strict=True)
         ]
         run.compare(f"{name}, cached keys and values, slices of the whole", pairs)
@@ -161,10 +161,10 @@ def check_generation(run, name, model, choose, prompts, count, expected, referen
     run.check(f"{name}, cached keys and values, slices of the whole")
     run.check(f"{name}, cached logits")
     size = sum(x.nbytes for x in mine)
-    formula = 2 * config.num_hidden_layers * len(ids) * S * (end - first) * D * mine[0].itemsize
+    formula = 2 * config.num_hidden_layers * len(ids) * S * (stop - first) * D * mine[0].itemsize
     run.print_in_order(
         f"cache of {len(ids)} x {S} tokens: {size} bytes, 2 L B S K/P D e = {formula}, "
-        f"K/P = {end - first} of {config.num_key_value_heads} KV heads (rank={run.rank})"
+        f"K/P = {stop - first} of {config.num_key_value_heads} KV heads (rank={run.rank})"
     )
     run.check(f"{name}, bytes cached", [(torch.tensor(size), torch.tensor(formula))], tolerance=0.0)
     run.results[f"{key(name)}_cache_bytes"] = size

@@ -91,8 +91,8 @@ def tensor_parallelize_attention(attention, mesh):
 def make_masks(batch_size, seq_len, dtype, device):
     """{name: attention mask to add to the scores, (1 or B, 1, S, S), or None}.
 
-    Without a mask the layer is causal in SDPA, as it is in the model. (In eager attention it would
-    be bidirectional: here that takes a mask of zeros.) The template's test is given a causal one.
+    None is causal in SDPA, as the model runs it; in eager attention it is bidirectional, which here
+    takes a mask of zeros. ".sum()" is the template's, a causal mask.
     """
     lowest = torch.finfo(dtype).min
     everything = torch.zeros(1, 1, seq_len, seq_len, dtype=dtype, device=device)
@@ -227,7 +227,7 @@ def compare_model(run):
 def random_layers(run, shape, layer_idx=0):
     """The reference (on rank 0) and the parallel layer, with Hugging Face's own initial weights.
 
-    They come from the seed; rank 0 deals out the shards.
+    They come from the seed, on rank 0, which sends them; each rank keeps its slices.
     """
     config, reference = LlamaConfig(**SHAPES[shape], attn_implementation="sdpa"), None
     if run.rank == 0:

@@ -161,9 +161,9 @@ def local_rows(ids, weight, first, vocab_size, padding):
     row gets no gradient, in the whole model too. Raises IndexError for ids beyond the vocabulary.
     """
     check_ids(ids, vocab_size)
-    end = first + len(weight)
-    elsewhere = (ids < first) | (ids >= end)
-    padding = padding - first if padding is not None and first <= padding < end else None
+    stop = first + len(weight)
+    elsewhere = (ids < first) | (ids >= stop)
+    padding = padding - first if padding is not None and first <= padding < stop else None
     rows = F.embedding((ids - first).masked_fill(elsewhere, 0), weight, padding)
     return rows.masked_fill(elsewhere[..., None], 0)
 
@@ -171,21 +171,22 @@ def local_rows(ids, weight, first, vocab_size, padding):
 class VocabParallelCrossEntropy(torch.autograd.Function):
     """Cross-entropy of every token from logits that are split over the vocabulary.
 
-                per rank        forward                         dgrad
+                per rank        forward                         backward
     logits      (T, V/P)        log-sum-exp over V/P, and the   softmax - onehot, local
                                 target's logit where it is here
     loss        (T,)            all-gather of these 2 T numbers
 
     loss = log-sum-exp over all V - target's logit, and the log-sum-exp over V is that of the
-    ranks' log-sum-exps. Nothing of size V is ever sent or whole. Halves are computed in float32.
+    ranks' log-sum-exps. Nothing of size V is sent or whole. (Megatron-LM has three all-reduces: of
+    the maxima, the target's logits, the exponentials.) Half precision is computed in float32.
     """
 
     @staticmethod
     def forward(ctx, logits, targets, rows, group):
-        first, end = rows
+        first, stop = rows
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        here = (targets >= first) & (targets < end)
-        column = (targets - first).clamp(0, end - first - 1)
+        here = (targets >= first) & (targets < stop)
+        column = (targets - first).clamp(0, stop - first - 1)
         target = wide.gather(1, column[:, None])[:, 0].masked_fill(~here, 0)
         everyone = all_gather(torch.stack([wide.logsumexp(-1), target]), group)  # (P, 2, T)
         lse = everyone[:, 0].logsumexp(0)

@@ -78,7 +78,7 @@ SAME = ("peft", "num_virtual_tokens", "lora_rank", "seq_len", "batch_size", "num
 def shard_loss(model, ids, mesh, techniques=None):
     """This rank's part of the mean next-token loss; the ranks' parts add up to it.
 
-    (Task 4's `model(ids, labels=ids).loss` is the sum, on every rank. Backward they are the same:
+    (Task 4's `model(ids, labels=ids).loss` is the sum, on every rank. Both give the same gradients:
     each rank's weights get the gradient of its own tokens' losses.)
 
     model: a sequence-parallel LlamaForCausalLM, alone or under PEFT. ids: (B, S), on all ranks.

@@ -47,7 +47,7 @@ from utils.shards import check_ids, next_tokens, shard_heads, shard_range
 class AllToAll(torch.autograd.Function):
     """Every rank sends a piece to every rank. Its own conjugate, with the splits swapped.
 
-            per rank                forward                     dgrad
+            per rank                forward                     backward
     x       (sum of sent,)          piece r goes to rank r      all-to-all(dy), splits swapped
     y       (sum of received,)      piece r came from rank r    dy
 
@@ -83,7 +83,7 @@ def ulysses_attention(module, query, key, value, attention_mask, **kwargs):
     tokens come first, so that the pieces received are the sequence, one after the other.
     attention_mask: see `sequence_mask`. Returns the output and None, as Hugging Face wants it.
     """
-    assert attention_mask is not None, "model.model takes a sequence_mask beside a rank's tokens"
+    assert attention_mask is not None, "model.model needs attention_mask=sequence_mask(S)"
     group, heads = module.group, module.heads
     ranks, rank = range(group.size()), group.rank()
     B, _, mine, D = query.shape
@@ -121,9 +121,9 @@ def sequence_mask(length, attention_mask=None, device=None):
     look; or, where nothing is padded, (1, 1, 1, S): one row for all, and the attention is causal.
     (The first is S x S on every rank: long sequences should not be padded.)
 
-    Hugging Face hands a mask of four dims as it is to every layer, also when it recomputes one in
-    the backward. Of other arguments not all versions do; and an attribute could by then be that of
-    another forward.
+    Its last dim also tells `ulysses_attention` the length S. Hugging Face hands a mask of four dims
+    as it is to every layer, also when it recomputes one in the backward; other arguments not in all
+    versions, and an attribute could by then be that of another forward.
     """
     if attention_mask is None or attention_mask.all():
         return torch.ones(1, 1, 1, length, dtype=torch.bool, device=device)
@@ -251,7 +251,7 @@ def sequence_parallelize(model, mesh):
 
 
 def formula(config, S, B, ranks, element):
-    """Bytes that each rank sends in one layer, forward; as many backward. Exact, on average.
+    """Bytes that each rank sends in one layer, forward; as many backward. The mean over ranks.
 
     For sizes that divide: (P-1)/P (T/P) e D (2N + 2 max(K, P)), with T = B S tokens of e bytes.
     """
@@ -291,8 +291,8 @@ def show(run, args):
 
     mesh = run.mesh("sp")
     parallelize = partial(sequence_parallelize, mesh=mesh)
-    reduce = partial(sum_gradients, mesh=mesh)
-    show_model(run, Workload.of(args), parallelize, whole=("",), also=also, reduce=reduce)
+    reduce, whole = partial(sum_gradients, mesh=mesh), ("",)  # in every name: no weight is split
+    show_model(run, Workload.of(args), parallelize, whole=whole, also=also, reduce=reduce)
 
 
 if __name__ == "__main__":

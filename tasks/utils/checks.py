@@ -110,7 +110,7 @@ class Comparison:
                         f"tolerance {bound:.1e}")  # fmt: skip
             self.exit(1)
         own, times = worst.get("own_max_abs_error"), worst.get("times_reference", {})
-        of = f"; reference's own {own:.1e}, rms {times['rms']:.1f} of its usual" if times else ""
+        of = f"; reference's own {own:.1e}, rms error {times['rms']:.1f} times its" if times else ""
         self.print0(f"check {name}: max|diff| {value:.1e}, mean|diff| {worst['mean_abs_diff']:.1e}"
                     f", tolerance {bound:.1e} (rank={rank}): ok{of}")  # fmt: skip
 

@@ -1,5 +1,5 @@
 """Collectives: f, g and shares made whole, each an autograd function with a table of its forward
-and dgrad; what these are built of; subgroups; and the sum of gradients.
+and backward; what these are built of; subgroups; and the sum of gradients.
 
 Shapes as in `utils/__init__.py`.
 """
@@ -87,7 +87,7 @@ def all_gather(tensor, group):
 class CopyToRanks(torch.autograd.Function):
     """Megatron's f (arXiv 1909.08053, section 3), in front of column-parallel layers.
 
-            per rank        forward         dgrad
+            per rank        forward         backward
     x       (..., H)        x               all-reduce(dy)
 
     Every rank uses the whole x for its own output units, so x's gradient is the sum over ranks.
@@ -107,7 +107,7 @@ class CopyToRanks(torch.autograd.Function):
 class SumOverRanks(torch.autograd.Function):
     """Megatron's g, behind row-parallel layers: the conjugate of f.
 
-            per rank        forward         dgrad
+            per rank        forward         backward
     x       (..., H)        all-reduce(x)   dy
 
     Every rank's partial sum enters the output once, so each gets the output's whole gradient.
@@ -129,7 +129,7 @@ sum_over_ranks = SumOverRanks.apply  # g(x, group)
 class GatherShares(torch.autograd.Function):
     """Shares of one dim, made whole on every rank.
 
-                per rank        forward         dgrad
+                per rank        forward         backward
     x           (..., V/P)      (..., V)        this rank's slice of dy
 
     Every rank computes the same from the whole, so each has the whole's gradient already.

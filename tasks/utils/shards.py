@@ -34,8 +34,8 @@ def shard_heads(num_heads, num_kv_heads, ranks, rank):
         raise UserError(f"{num_heads} query heads: use 1 to {num_heads} ranks, not {ranks}")
     group_size = num_heads // num_kv_heads
     if ranks <= num_kv_heads:
-        first, last = shard_range(num_kv_heads, ranks, rank)
-        return (first * group_size, last * group_size), (first, last), (rank, rank + 1)
+        first, stop = shard_range(num_kv_heads, ranks, rank)
+        return (first * group_size, stop * group_size), (first, stop), (rank, rank + 1)
     for group in range(num_kv_heads):
         holders = shard_range(ranks, num_kv_heads, group)
         if holders[0] <= rank < holders[1]:
