@@ -39,7 +39,7 @@ from utils.generation import check_continuation, hf_generate
 from utils.job import start
 from utils.measure import measure_bytes
 from utils.model_checks import check_hidden_states, show_model
-from utils.shards import check_ids, next_tokens, shard_heads, shard_range
+from utils.shards import check_ids, check_whole, next_tokens, refuse, shard_heads, shard_range
 
 # ---------------------------------------------------------------- the technique
 
@@ -50,8 +50,6 @@ class AllToAll(torch.autograd.Function):
             per rank                forward                     backward
     x       (sum of sent,)          piece r goes to rank r      all-to-all(dy), splits swapped
     y       (sum of received,)      piece r came from rank r    dy
-
-    What a rank sent away comes back as that rank's gradient of it.
     """
 
     @staticmethod
@@ -119,7 +117,6 @@ def sequence_mask(length, attention_mask=None, device=None):
 
     attention_mask: (B, S), 0 where a token is padding. Returns (B, 1, S, S), True where a token may
     look; or, where nothing is padded, (1, 1, 1, S): one row for all, and the attention is causal.
-    (The first is S x S on every rank: long sequences should not be padded.)
 
     Its last dim also tells `ulysses_attention` the length S. Hugging Face hands a mask of four dims
     as it is to every layer, also when it recomputes one in the backward; other arguments not in all
@@ -128,19 +125,20 @@ def sequence_mask(length, attention_mask=None, device=None):
     if attention_mask is None or attention_mask.all():
         return torch.ones(1, 1, 1, length, dtype=torch.bool, device=device)
     causal = torch.ones(length, length, dtype=torch.bool, device=attention_mask.device).tril()
-    # Padding sees itself alone: a token that sees nothing might become NaN. (Hugging Face lets it
-    # see all or nothing, by version; nothing that is not padding sees what comes of it.)
+    seen = causal & attention_mask.bool()[:, None, None]
+    # What would see nothing, left padding, sees itself: else it might become NaN. (Hugging Face
+    # lets it see all or nothing, by version; no other token sees what comes of it.)
     itself = torch.eye(length, dtype=torch.bool, device=attention_mask.device)
-    return causal & (attention_mask.bool()[:, None, None] | itself)
+    return seen | (itself & ~seen.any(-1, keepdim=True))
 
 
 class SequenceParallelLlama(LlamaForCausalLM):
     """Takes whole sequences, works on this rank's tokens, and gives what the whole model gives."""
 
     def forward(
-        self, input_ids=None, attention_mask=None, position_ids=None, inputs_embeds=None,
-        labels=None, num_items_in_batch=None, past_key_values=None, use_cache=None,
-        cache_position=None, return_dict=None, **kwargs,
+        self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None,
+        inputs_embeds=None, labels=None, use_cache=None, cache_position=None,
+        num_items_in_batch=None, return_dict=None, **kwargs,
     ):  # fmt: skip
         """As LlamaForCausalLM's, without a KV cache. All ranks are given the same, (B, S, ...).
 
@@ -149,9 +147,8 @@ class SequenceParallelLlama(LlamaForCausalLM):
         divided by the number of all valid labels, is the same on every rank. Backward, each rank
         keeps the gradient of its own tokens' part of either, so nothing is counted P times.
         """
-        for name in ("logits_to_keep", "num_logits_to_keep", "output_attentions", "shift_labels"):
-            if torch.is_tensor(value := kwargs.pop(name, None)) or value:
-                raise ValueError(f"{name}: not under sequence parallelism")
+        refuse(kwargs, "logits_to_keep", "num_logits_to_keep", "output_attentions", "shift_labels",
+               "ignore_index")  # fmt: skip
         if past_key_values is not None:
             raise ValueError("past_key_values: there is no KV cache under sequence parallelism")
         if attention_mask is not None and attention_mask.dim() != 2:
@@ -177,14 +174,9 @@ class SequenceParallelLlama(LlamaForCausalLM):
         if attention_mask is not None:
             attention_mask = F.pad(attention_mask, (0, length - S), value=1)
         output = super().forward(
-            mine(input_ids),
-            sequence_mask(length, attention_mask, ids.device),
-            mine(position_ids),
-            inputs_embeds=mine(inputs_embeds),
-            use_cache=False,
-            return_dict=True,
-            **kwargs,
-        )
+            mine(input_ids), sequence_mask(length, attention_mask, ids.device), mine(position_ids),
+            inputs_embeds=mine(inputs_embeds), use_cache=False, return_dict=True, **kwargs,
+        )  # fmt: skip
         if labels is None:
             output.logits = gather_shares(output.logits, 1, length, self.group)[:, :S]
         else:
@@ -194,6 +186,12 @@ class SequenceParallelLlama(LlamaForCausalLM):
                 num_items_in_batch = (targets != -100).sum().clamp(min=1)
             output.loss = sum_over_ranks(loss, self.group) / num_items_in_batch
         return output.to_tuple() if return_dict is False else output
+
+    def save_pretrained(self, *args, **kwargs):
+        """The whole model, as it was before: each rank has all weights."""
+        whole = copy.copy(self)
+        whole.__class__, (whole.config, whole.generation_config) = LlamaForCausalLM, self.before
+        return whole.save_pretrained(*args, **kwargs)
 
 
 def sum_of_losses(logits, targets):
@@ -222,17 +220,19 @@ def sequence_parallelize(model, mesh):
     out by `shard_range(S, P, rank)`.
 
     Works on a model without memory (device meta) too. Raises UserError for more ranks than query
-    heads, and for RoPE that depends on the length of the sequence. Whole KV groups are dealt out,
-    so ranks may differ by a group, and in time: 4 groups on 3 ranks leave one with two.
+    heads and for RoPE that depends on the length of the sequence, ValueError as `check_whole` does.
+    Whole KV groups are dealt out: 4 groups on 3 ranks leave one with two, and twice the time.
     Source: DeepSpeed-Ulysses, arXiv 2309.14509, section 3.
     """
     group = group_of_axis(mesh)
-    config, ranks = copy.deepcopy(model.config), range(group.size())  # others may share it
+    check_whole(model)
+    model.before = model.config, model.generation_config  # which others may share
+    config, model.generation_config = map(copy.deepcopy, model.before)
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     if (kind := rope.get("rope_type")) in ("dynamic", "longrope"):
         raise UserError(f"RoPE {kind} depends on the sequence's length, which no rank sees")
     N, K = config.num_attention_heads, config.num_key_value_heads
-    heads = [shard_heads(N, K, len(ranks), rank)[:2] for rank in ranks]
+    heads = [shard_heads(N, K, group.size(), rank)[:2] for rank in range(group.size())]
     (first, stop), (first_key, stop_key) = heads[group.rank()]
     ALL_ATTENTION_FUNCTIONS["ulysses"] = ulysses_attention
     config._attn_implementation = "ulysses"

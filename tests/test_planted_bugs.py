@@ -601,7 +601,7 @@ BUGS = {
         "kv_cache --new-tokens 20", 2, "kv_cache.py",
         "attention_mask=mask,\n            position_ids",
         "attention_mask=None if isinstance(cache, StaticCache) else mask,\n"
-        "            position_ids", "hand-made, cached, static$",
+        "            position_ids", "hand-made, cached, static",
     ),
     "by .generate the mask is dropped": (
         "kv_cache --new-tokens 20", 2, "kv_cache.py", "count, attention_mask=mask,",

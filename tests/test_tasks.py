@@ -361,7 +361,7 @@ if __name__ == "__main__":
 LIFTED_ULYSSES = """
 import sys
 sys.path.insert(0, {tasks!r})
-import copy, torch
+import copy, tempfile, torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from peft import PromptTuningConfig, get_peft_model
@@ -390,6 +390,18 @@ if __name__ == "__main__":
     assert not batch["attention_mask"].all()
     many = [m.generate(**batch, max_new_tokens=12, do_sample=False) for m in (model, whole)]
     assert torch.equal(*many), many
+    inside, right = torch.ones_like(ids), torch.ones_like(ids)
+    inside[:, 2], right[:, -2:] = 0, 0  # a token that sees any sees those of the whole model
+    for mask in inside, right:
+        losses = [m(ids, attention_mask=mask, labels=ids).loss for m in (model, whole)]
+        torch.testing.assert_close(*losses)
+    if dist.get_rank() == 0:
+        with tempfile.TemporaryDirectory() as folder:
+            model.save_pretrained(folder)
+            again = LlamaForCausalLM.from_pretrained(folder)
+        assert again.config.architectures == ["LlamaForCausalLM"] and again.config.use_cache
+        assert again.generation_config.use_cache == whole.generation_config.use_cache
+        assert torch.equal(again.float()(ids).logits, whole(ids).logits)
     packed = torch.cat([torch.arange(3), torch.arange(ids.shape[1] - 3)])[None]
     beyond = ids.clone()
     beyond[0, -1] = whole.config.vocab_size
@@ -401,6 +413,7 @@ if __name__ == "__main__":
         dict(position_ids=packed),  # Hugging Face takes these for two sequences
         dict(logits_to_keep=torch.tensor([0, 1])),
         dict(shift_labels=ids),
+        dict(ignore_index=7),
         dict(attention_mask=torch.ones(1, 1, ids.shape[1], ids.shape[1])),
     ):
         try:
@@ -411,6 +424,12 @@ if __name__ == "__main__":
             assert any(x is beyond for x in wrong.values())
         else:
             raise AssertionError(wrong)
+    try:
+        sequence_parallelize(model, mesh)
+    except ValueError as error:
+        assert "SequenceParallelLlama" in str(error)
+    else:
+        raise AssertionError("split twice")
     strided = torch.zeros(3, 2, requires_grad=True)
     strided.grad = torch.arange(12.0).view(3, 4)[:, ::2]
     sum_gradients([strided], mesh)

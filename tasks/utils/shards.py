@@ -104,15 +104,29 @@ def with_whole_logits(whole):
 def refuse_as_whole(model):
     """A model of slices says no where it would be taken for a whole one: to save it, or split it.
 
-    Raises ValueError for a model that is split already.
+    Raises ValueError as `check_whole` does.
     """
-    if "save_pretrained" in vars(model):
-        raise ValueError("this model is tensor-parallel already")
+    check_whole(model)
 
     def save_pretrained(*_, **__):
         raise ValueError("save_pretrained: each rank has slices only; save the model before")
 
     model.save_pretrained = save_pretrained
+
+
+def check_whole(model):
+    """ValueError for what is no ordinary LlamaForCausalLM: it would lose a forward of its own."""
+    if "save_pretrained" in vars(model):
+        raise ValueError("this model is tensor-parallel already")
+    if type(model).__name__ != "LlamaForCausalLM":
+        raise ValueError(f"not an ordinary LlamaForCausalLM: {type(model).__name__}")
+
+
+def refuse(arguments, *names):
+    """Take these out of a forward's keyword arguments; ValueError where one is given."""
+    for name in names:
+        if torch.is_tensor(value := arguments.pop(name, None)) or value:
+            raise ValueError(f"{name}: not under sequence parallelism")
 
 
 def check_ids(ids, vocab_size):
