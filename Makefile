@@ -12,7 +12,8 @@ BIN := .venv/bin
 # Names with spaces, quotes or dollars reach the shell as they are.
 export MODEL DEVICE DTYPE
 FOUND = $(shell grep -l '__name__ == "__main__"' tasks/*.py)
-FIRST := $(patsubst %,tasks/%.py,tp_mlp tp_attention tp_llama dtensor_llama kv_cache ulysses_forward)
+FIRST := $(patsubst %,tasks/%.py,tp_mlp tp_attention tp_llama dtensor_llama kv_cache ulysses_forward \
+  ulysses_finetune)
 SCRIPTS = $(FIRST) $(filter-out $(FIRST),$(FOUND))
 
 .PHONY: help demo test test-all stress soak test-real test-course bench max-seq-len report figures
@@ -63,6 +64,8 @@ test-course: .venv-course/ready
 
 bench: .venv/ready
 	$(BIN)/python figures/tp_speed.py
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node 2 figures/pipeline.py \
+	  --json figures/pipeline.json
 
 max-seq-len: .venv/ready
 	$(BIN)/python figures/longest.py

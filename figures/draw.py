@@ -15,6 +15,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 from draw_diagrams import draw_diagrams
+from draw_pipeline import draw_pipeline
 from report import TASK
 
 HERE = Path(__file__).resolve().parent
@@ -284,6 +285,8 @@ def kind(data):
         return draw_checks
     if "sizes" in data.get("results", {}):
         return draw_diagrams
+    if "timelines" in data.get("results", {}):
+        return draw_pipeline
     if "runs" not in data:
         raise ValueError("not one of report, tp_speed, longest, collectives, diagrams")
     if any("sum_s" in run for run in data["runs"]):
@@ -298,7 +301,8 @@ def main():
     parser.add_argument("files", nargs="*", type=Path, help="default all beside this script")
     files = parser.parse_args().files
     for file in files or [
-        HERE / f"{n}.json" for n in ("report", "tp_speed", "longest", "collectives", "diagrams")
+        HERE / f"{n}.json"
+        for n in ("report", "tp_speed", "longest", "collectives", "diagrams", "pipeline")
     ]:
         try:
             data = json.loads(file.read_text())

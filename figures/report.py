@@ -34,6 +34,11 @@ MODEL = [
     ("gradients of the input embeddings, also under random upstream", "input embeddings grad$"),
     GRADIENTS,
 ]  # fmt: skip
+STEP = [
+    ("logits", ": logits$"), ("loss", ": loss$"), ("gradients of all weights", ": gradients$"),
+    ("gradients of the input embeddings", "input embeddings grad$"),
+    ("what three steps change", ": changes by 3 steps$"),
+]  # fmt: skip
 TOKENS = "generated tokens, 10, by a forward each", "^generated tokens$"
 TASK = {
     # script: (title, ranks, more flags, [(claim, regular expression of its checks' names)])
@@ -65,6 +70,13 @@ TASK = {
         ("logits from the cache", "cached logits$"),
         ("every rank's keys and values, slices of the whole", "cached keys and values"),
         ("bytes cached, as the formula says", "bytes cached$"),
+    ]),
+    "pipeline_llama": ("Pipeline", 2, [], [
+        ("each weight on some rank", "weights, "), *STEP,
+        ("copies of a tied embedding, after them", "copies of a parameter"),
+    ]),
+    "pipeline_threads": ("Threads", 1, [], [
+        *STEP, ("the bits of one microbatch after another", "one microbatch after another"),
     ]),
     "ulysses_forward": ("Task 4", 2, [], [
         ("hidden states of every layer", "^hidden states"), *MODEL, TOKENS,

@@ -133,11 +133,14 @@ def test_models(script, name, odd_llama, tmp_path):
 @pytest.mark.parametrize("script", launch.SCRIPTS)
 def test_too_many_ranks(script, odd_llama, tmp_path):
     """More ranks than query heads, with the numbers. (MLP units there are more of.)"""
-    if script == "tp_mlp":
-        pytest.skip("it has no heads: 53 MLP units go over 7 ranks")
+    if script in ("tp_mlp", "pipeline_threads"):
+        pytest.skip("it has no heads, 53 MLP units go over 7 ranks; or splits nothing over ranks")
     file = launch.TASKS / f"{script}.py"
     result = launch.ranks(file, "--model", odd_llama, nproc=7, folder=tmp_path)
-    result.assert_refused("6 query heads: use 1 to 6 ranks, not 7", 20)
+    wanted = "6 query heads: use 1 to 6 ranks, not 7"
+    if script == "pipeline_llama":
+        wanted = "7 stages, but only 3 layers"
+    result.assert_refused(wanted, 20)
 
 
 @pytest.mark.parametrize(("script", "words"), [("tp_llama", 3), ("dtensor_llama", 9)])
@@ -431,7 +434,7 @@ def test_exception_on_one_rank(nproc, tmp_path):
     plant(tmp_path, "tp_mlp.py", line, f"{line}{wait}    assert run.rank != 1, 'planted'\n")
     args = ["--model", "random/small", "--hidden-size", 8, "--intermediate-size", 8]
     result = launch.torchrun(tmp_path / "tp_mlp.py", *args, nproc=nproc)
-    assert result.code != 0 and result.seconds < 25 and not result.survivors, result.tail()
+    assert result.code != 0 and result.seconds < 50 and not result.survivors, result.tail()
     assert "[rank1]: AssertionError: planted" in result.err, result.tail()
     assert "[rank0]" not in result.err and "[rank2]" not in result.err, result.tail()
 

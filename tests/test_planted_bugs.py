@@ -52,6 +52,8 @@ def arguments(script, odd_llama):
         "kv_cache": ["--model", "tiny", "--repeats", 0, "--new-tokens", 6],
         "ulysses_forward": ["--repeats", 0, "--batch-size", 3, "--seq-len", 23],
         "ulysses_finetune": ["--batch-size", 2, "--seq-len", 23],
+        "pipeline_threads": ["--batch-size", 5, "--seq-len", 19, "--repeats", 0],
+        "pipeline_llama": ["--batch-size", 3, "--microbatches", 3, "--seq-len", 19],
     }
     return ["--model", odd_llama, *flags.get(script, [])]
 
@@ -252,6 +254,73 @@ BUGS = {
     "shared KV heads do not add in the plan": (
         "dtensor_llama", 4, "dtensor_llama.py", "if self.holders:", "if False:",
         "k_proj.weight grad",
+    ),
+    "a stage leaves out its first layer": (
+        "pipeline_llama --schedule gpipe", 2, "pipeline_llama.py", "for i in range(first, stop):",
+        "for i in range(first + (index > 0), stop):", "nothing left out",
+    ),
+    "a stage forgets the mask": (
+        "pipeline_llama --schedule gpipe", 2, "pipeline_llama.py", "y = stage(x, mask)",
+        "y = stage(x)", "logits",
+    ),
+    "a stage's input gets no gradient": (
+        "pipeline_llama --schedule gpipe", 2, "pipeline_llama.py", "send(x.grad, rank - 1, up)",
+        "send(0 * x.grad, rank - 1, up)", "input embeddings grad",
+    ),
+    "a tick is skipped": (
+        "pipeline_llama --schedule gpipe", 2, "pipeline_llama.py", "in reversed(forward)]",
+        "in reversed(forward[1:])]", "input embeddings grad",
+    ),
+    "microbatches are swapped on their way down": (
+        "pipeline_llama --schedule gpipe", 3, "pipeline_llama.py",
+        "ids, mask, labels = batch[i]",
+        "ids, mask, labels = batch[i if stage.is_first else -1 - i]",
+        "logits|loss",
+    ),
+    "microbatches are swapped on their way up": (
+        "pipeline_llama --schedule gpipe", 2, "pipeline_llama.py", "x, y = kept.pop(i)",
+        "x, y = kept.pop(i if stage.is_last else len(batch) - 1 - i)", "input embeddings grad",
+    ),
+    "each microbatch has a mean of its own": (
+        "pipeline_llama --schedule 1f1b", 2, "pipeline_llama.py", ".sum() / self.count",
+        ".sum() / (labels[:, 1:] != -100).sum() / 3", "loss",
+    ),
+    "PyTorch's schedule divides once more": (
+        "pipeline_llama --schedule torch-1f1b", 2, "pipeline_llama.py", "scale_grads=False",
+        "scale_grads=True", "gradients",
+    ),
+    "the ends of a pipeline do not add": (
+        "pipeline_llama --model tiny --schedule 1f1b", 2, "pipeline_llama.py",
+        "all_reduce_(weights[0].grad, ends)", "pass", "gradients",
+    ),
+    "the copies of an embedding drift": (
+        "pipeline_llama --model tiny --schedule 1f1b", 2, "pipeline_llama.py",
+        "all_reduce_(weights[0].grad, ends)",
+        "all_reduce_(weights[0].grad.mul_(1 + 1e-7 * ends.rank()), ends)\n"
+        "        weights[0].grad.mul_(1 + 1e-7 * ends.rank())", "copies of a parameter",
+    ),
+    "a stage's optimizer takes its own steps": (
+        "pipeline_llama --schedule interleaved --stages-per-rank 1", 2, "step_checks.py",
+        "        step()\n        optimizer.step()",
+        "        step()\n        [p.grad.mul_(1.01) for p in parameters[-1:]]\n"
+        "        optimizer.step()", "changes by 3 steps",
+    ),
+    "a thread takes another's gradient": (
+        "pipeline_threads", 1, "pipeline_threads.py", "grads[i, j - 1] = x.grad",
+        "grads[i, j - 1] = None if x.grad is None else 2 * x.grad", "input embeddings grad",
+    ),
+    "the threads' microbatches are swapped": (
+        "pipeline_threads --split-size 1", 1, "pipeline_threads.py",
+        "outputs[i, last].detach() for i in range(len(rows))",
+        "outputs[i, last].detach() for i in reversed(range(len(rows)))", "logits",
+    ),
+    "the threads' ends do not add": (
+        "pipeline_threads --model tiny", 1, "pipeline_threads.py", "sum_copies(*ends)", "pass",
+        "gradients",
+    ),
+    "the threads go back in another order": (
+        "pipeline_threads --dtype bfloat16", 1, "pipeline_threads.py", "reversed(ctx.ticks)",
+        "[[p] for j in (1, 0) for t in ctx.ticks for p in t if p[1] == j]", "the bits of",
     ),
     "the plan forgets the MLP": (
         "dtensor_llama", 2, "dtensor_llama.py",

@@ -24,10 +24,11 @@ JOBS = {
     **{script: QUICK.get(script, []) for script in launch.SCRIPTS},
     **{script: [*SHORT, "--seq-len", 32] for script in WHOLE_MODEL},
     "kv_cache": SHORT,
+    "pipeline_llama": ["--batch-size", 4, "--microbatches", 2, "--seq-len", 24],
     **{f"ulysses_finetune {peft}": [*STEP, peft] for peft in ("prompt", "lora", "none")},
 }
 del JOBS["ulysses_finetune"]
-LONG = "dtensor_llama", "kv_cache", "ulysses_forward"
+LONG = "dtensor_llama", "kv_cache", "ulysses_forward", "pipeline_llama"
 CASES = [("ulysses_finetune", "float32", 2)]  # as it is by default: with all memory techniques
 for i, job in enumerate(JOBS):
     more = 3 if job in LONG else 4 - i % 2

@@ -20,6 +20,8 @@ QUICK = {
     "dtensor_llama": ["--repeats", 1, "--new-tokens", 5],
     "kv_cache": ["--repeats", 1, "--new-tokens", 6],
     "ulysses_forward": ["--repeats", 1, "--new-tokens", 6],
+    "pipeline_threads": ["--batch-size", 5, "--seq-len", 19, "--repeats", 1],
+    "pipeline_llama": ["--batch-size", 6, "--microbatches", 3, "--seq-len", 19],
 }
 WHOLE_MODEL = "tp_llama", "dtensor_llama", "ulysses_forward"
 LITERAL = "tp_mlp", "tp_attention", "dtensor_llama"  # where the assignment asserts it
@@ -35,7 +37,7 @@ def passed(result, nproc):
     for kind in {"outputs", "input grad"} & set(re.findall(r"Reference ([a-z ]+) \(", result.out)):
         assert f"Reference {kind} (rank=0): tensor(" in result.out, result.tail()
         for rank in range(nproc):
-            assert re.search(rf"^[TS]Parallel {kind} \(rank={rank}\): tensor\(", result.out, re.M)
+            assert re.search(rf"^[TSP]Parallel {kind} \(rank={rank}\): tensor\(", result.out, re.M)
     assert "FAILED" not in result.out and "Warning" not in result.err, result.tail()
 
 
@@ -138,6 +140,8 @@ def test_odd_llama(script, nproc, tmp_path, odd_llama, shallow_llama):
     """Sizes that divide by nothing, biases, an untied head, more ranks than KV heads; one layer."""
     path = tmp_path / "record.json"
     model = shallow_llama if nproc in (4, 5) else odd_llama
+    if script.startswith("pipeline") and nproc > 3:  # a layer for each rank
+        model = make_llama(tmp_path / "llama", num_hidden_layers=6, tie_word_embeddings=True)
     args = ["--model", model, "--dtype", "float64", *QUICK.get(script, []), "--json", path]
     args += ["--batch-size", 3, "--seq-len", 23] if script in DEEP else []
     file = launch.TASKS / f"{script}.py"

@@ -1,5 +1,5 @@
 """Collectives: f, g and shares made whole, each an autograd function with a table of its forward
-and backward; what these are built of; subgroups; and the sum of gradients.
+and backward; what these are built of; point to point; subgroups; and the sum of gradients.
 
 Shapes as in `utils/__init__.py`.
 """
@@ -32,13 +32,13 @@ def group_of_axis(mesh):
 
 
 @cache  # each is a communicator, with memory of its own
-def subgroup(group, start, stop):
-    """The process group of `group`'s ranks [start, stop), which each of these asks for at once.
+def subgroup(group, start, stop, step=1):
+    """The process group of `group`'s ranks [start:stop:step], which each of these asks for at once.
 
     All ranks of `group` must ask for one, their own: where NCCL splits its communicator for it,
     that is a collective of all. It has `group`'s timeout, not the backend's own.
     """
-    members = dist.get_process_group_ranks(group)[start:stop]
+    members = dist.get_process_group_ranks(group)[start:stop:step]
     device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
     timeout = group._get_backend(torch.device(device)).options._timeout
     return dist.new_group(members, timeout=timeout, use_local_synchronization=True)
@@ -82,6 +82,35 @@ def all_gather(tensor, group):
     everyone = tensor.new_empty(group.size(), *tensor.shape)
     all_gather_single(everyone, tensor[None].contiguous(), group=group)
     return everyone
+
+
+def send(tensor, target, group):
+    """Begin to send to a rank of `group`: the work, and the tensor, which must last until its end.
+
+    Through host memory by gloo, which sends nothing else from rank to rank.
+    """
+    if tensor.is_cuda and dist.get_backend(group) == "gloo":
+        tensor = tensor.cpu()
+    return dist.isend(tensor, group=group, group_dst=target), tensor
+
+
+def receive(source, group, shapes, like):
+    """Yield what a rank of `group` sends, tensors of these shapes. The next is always under way.
+
+    like: a tensor of their dtype and device.
+    """
+    device = "cpu" if dist.get_backend(group) == "gloo" else like.device
+
+    def post(shape):
+        tensor = torch.empty(shape, dtype=like.dtype, device=device)
+        return tensor, dist.irecv(tensor, group=group, group_src=source)
+
+    coming = post(shapes[0])
+    for shape in [*shapes[1:], None]:
+        tensor, work = coming
+        work.wait()
+        coming = shape and post(shape)
+        yield tensor.to(like.device)
 
 
 class CopyToRanks(torch.autograd.Function):
@@ -188,3 +217,9 @@ def sum_gradients(tensors, mesh, bucket_bytes=2**25):
         if not alone:
             for g, piece in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
                 g.copy_(piece.view_as(g))
+
+
+def sum_copies(first, second):
+    """Two copies of a weight, which one process has, get the sum of their gradients, in place."""
+    total = first.grad + second.grad.to(first.device)
+    first.grad, second.grad = total, total.to(second.device, copy=True)

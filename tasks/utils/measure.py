@@ -4,6 +4,7 @@ Contenders are interleaved in one run, the device is synchronised, the slowest r
 is quoted is the median of the ratios of measurements of the same turn.
 """
 
+import copy
 import ctypes
 import gc
 import os
@@ -18,6 +19,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from utils.traffic import bytes_sent
 
@@ -231,6 +233,40 @@ def measure_time(run, reference, parallel, ids, repeats=None, reduce=None):
         f"{own_threads} thread(s) a rank, {all_threads} for one rank alone)"
     )
     say_if_short(run, alone)
+
+
+def measure_costs(run, seq_len, repeats=5):
+    """Seconds of a layer's forward and backward on rank 0; the first and the last, in whose stage
+    the embedding and the LM head are, cost these, too. A list, on all ranks.
+    """
+    from transformers import LlamaForCausalLM
+
+    costs, config = [], copy.deepcopy(run.source.config)
+    if run.rank == 0:
+        config.num_hidden_layers = 1
+        model = run.place(LlamaForCausalLM(config))
+        ids = torch.zeros(1, seq_len, dtype=torch.long, device=run.device)
+        x = torch.randn(1, seq_len, config.hidden_size).to(run.device, run.dtype).requires_grad_()
+        norm, model.model.norm = model.model.norm, nn.Identity()
+        for part in (
+            lambda: model.model(inputs_embeds=x, use_cache=False).last_hidden_state,
+            lambda: model.model.embed_tokens(ids),
+            lambda: model.lm_head(norm(x)).logsumexp(-1),
+        ):
+            times = []
+            for _ in range(repeats):
+                run.synchronize()
+                begin = time.perf_counter()
+                part().sum().backward()
+                run.synchronize()
+                times.append(time.perf_counter() - begin)
+            costs.append(min(times))
+    layer, embedding, head = run.broadcast(costs)
+    run.print0(f"time of a layer {layer * 1e3:.2f} ms; the embedding takes {embedding / layer:.2f} "
+               f"of it, the LM head {head / layer:.2f}")  # fmt: skip
+    costs = [layer] * run.source.config.num_hidden_layers
+    costs[0], costs[-1] = costs[0] + embedding, costs[-1] + head
+    return costs
 
 
 def say_if_short(run, seconds):

@@ -42,6 +42,9 @@ PRESETS = {
         rms_norm_eps=1e-5, rope_theta=500000.0, rope_scaling=LLAMA3_ROPE | {"factor": 8.0},
     ),
 }  # fmt: skip
+PRESETS["balanced"] = PRESETS["small"] | dict(  # the head costs about as much as a layer
+    hidden_size=512, num_hidden_layers=15, intermediate_size=2048, vocab_size=8192
+)
 PRESETS["llama-3.2-1b-32k"] = PRESETS["llama-3.2-1b"] | {"vocab_size": 32000}
 
 
@@ -137,7 +140,9 @@ class Source:
         # in float32 whatever the model's dtype.
         model.model.rotary_emb = LlamaRotaryEmbedding(self.config).to(device)
         materialize(model, self.read, dtype, device)
-        if self.config.tie_word_embeddings:
+        if (
+            self.config.tie_word_embeddings and model.lm_head
+        ):  # not all stages of a pipeline have it
             model.lm_head.weight = model.model.embed_tokens.weight
         return model
 

@@ -5,6 +5,7 @@ Shapes as in `utils/__init__.py`.
 """
 
 from fnmatch import fnmatch
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -43,6 +44,27 @@ def shard_heads(num_heads, num_kv_heads, ranks, rank):
             start, stop = group * group_size + start, group * group_size + stop
             return (start, stop), (group, group + 1), holders
     raise AssertionError(rank)
+
+
+def balance(costs, stages):
+    """Cut layers of these costs into consecutive stages, of which the dearest costs least.
+
+    Returns of each stage the layer before which it ends. Raises UserError for more stages than
+    layers.
+    """
+    if stages > len(costs):
+        raise UserError(f"{stages} stages, but only {len(costs)} layers")
+
+    @cache
+    def best(first, left):  # (cost of the dearest, ends) of the layers from `first` on
+        if left == 1:
+            return sum(costs[first:]), (len(costs),)
+        return min(
+            (max(sum(costs[first:stop]), best(stop, left - 1)[0]), (stop, *best(stop, left - 1)[1]))
+            for stop in range(first + 1, len(costs) - left + 2)
+        )
+
+    return best(0, stages)[1]
 
 
 def keep_shard(layer, dim, start, stop):

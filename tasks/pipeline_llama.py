@@ -1,0 +1,298 @@
+"""Bonus: a Llama whose layers are split over the ranks, a pipeline of stages.
+
+Each rank has some consecutive layers, a stage; the first also the embedding, the last also the LM
+head. A batch goes through in microbatches, so that all ranks have work at once: hidden states
+(B/m, S, H) travel to the next stage, and in the backward their gradients to the one before. Of two
+stages and four microbatches, F forward and B backward:
+
+    GPipe   rank 0   F0 F1 F2 F3 .  .  B3 B2 B1 B0      keeps the activations of m microbatches
+            rank 1   .  F0 F1 F2 F3 B3 B2 B1 B0 .       (arXiv 1811.06965, section 2.2)
+
+    1F1B    rank 0   F0 F1 .  B0 F2 B1 F3 B2 .  B3      keeps those of p microbatches at most
+            rank 1   .  F0 B0 F1 B1 F2 B2 F3 B3 .       (PipeDream-Flush, arXiv 2006.09503)
+
+Of p ranks each waits (p-1)/(m+p-1) of the time: the bubble. With one microbatch, which is plain
+model parallelism, one rank works at a time.
+
+    OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 2 tasks/pipeline_llama.py
+
+runs these two by hand and by torch.distributed.pipelining, and its interleaved 1F1B (several stages
+a rank) and zero bubble. Logits, loss, the gradients of input embeddings and weights, and three
+optimizer steps are checked against a single-rank run of the unmodified model.
+"""
+
+import copy
+import itertools
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import pipelining
+from transformers import LlamaForCausalLM
+
+from utils.collectives import all_reduce_, group_of_axis, receive, send, subgroup, sum_copies
+from utils.errors import UserError
+from utils.flags import gib, make_parser, positive
+from utils.job import start
+from utils.measure import limited_memory, measure_costs
+from utils.model_checks import make_batch, token_losses
+from utils.shards import balance, shard_range
+from utils.step_checks import Reference
+
+# ---------------------------------------------------------------- the technique: stages
+
+
+class LlamaStage(LlamaForCausalLM):
+    """Some layers of a Llama, after `keep_stage`."""
+
+    def forward(self, x, attention_mask=None):
+        """Hidden states (B, S, H), from ids (B, S) in the first stage; logits in the last.
+
+        attention_mask: (B, S), 0 for padding; every stage needs it.
+        """
+        x = {"input_ids": x} if self.is_first else {"inputs_embeds": x}
+        x = self.model(**x, attention_mask=attention_mask, use_cache=False).last_hidden_state
+        return self.lm_head(x) if self.is_last else x
+
+
+def keep_stage(model, stops, index):
+    """Make stage `index` of a LlamaForCausalLM, in place.
+
+    stops: of each stage, the layer before which it ends. What is left keeps its name. Works on a
+    model without memory (device meta) too, so that a rank only ever loads its own layers. Where the
+    LM head is tied to the embedding, the last stage keeps that, too.
+    """
+    first, stop = (0, *stops)[index], stops[index]
+    base, tied = model.model, model.lm_head.weight is model.model.embed_tokens.weight
+    layers, base.layers = base.layers, nn.ModuleList()
+    for i in range(first, stop):
+        base.layers.add_module(str(i), layers[i])
+    model.config = base.config = copy.deepcopy(model.config)
+    base.config.num_hidden_layers = stop - first
+    model.__class__ = LlamaStage
+    model.index, model.is_first, model.is_last = index, index == 0, index == len(stops) - 1
+    if not model.is_first and not (model.is_last and tied):
+        base.embed_tokens = None
+    if not model.is_last:
+        base.norm, model.lm_head = nn.Identity(), None
+
+
+def sum_tied(stages, ends):
+    """The two copies of a tied embedding get the sum of their gradients, in place.
+
+    stages: this rank's. ends: the process group of the first and the last rank.
+    """
+    weights = [w for stage in stages for n, w in stage.named_parameters() if "embed_tokens" in n]
+    if len(weights) == 2:  # both on one rank
+        sum_copies(*weights)
+    elif weights:
+        all_reduce_(weights[0].grad, ends)
+
+
+# ---------------------------------------------------------------- the technique: schedules
+
+
+def clock_cycles(num_batches, num_partitions):
+    """GPipe's forward: of each tick the (microbatch, stage) that work at once."""
+    for tick in range(num_batches + num_partitions - 1):
+        stages = range(max(0, tick - num_batches + 1), min(tick + 1, num_partitions))
+        yield [(tick - stage, stage) for stage in stages]
+
+
+def gpipe(num_batches, num_partitions, stage):
+    """What a stage does, in order: ("F" or "B", microbatch). Back as it came, in reverse."""
+    ticks = itertools.chain.from_iterable(clock_cycles(num_batches, num_partitions))
+    forward = [("F", i) for i, j in ticks if j == stage]
+    return forward + [("B", i) for _, i in reversed(forward)]
+
+
+def one_forward_one_backward(num_batches, num_partitions, stage):
+    """1F1B: backward as soon as it can. So a stage keeps p - stage microbatches at most."""
+    ahead = num_partitions - stage
+    order = [("F", i) for i in range(min(ahead, num_batches))]
+    for i in range(num_batches):
+        order += [("B", i), ("F", i + ahead)] if i + ahead < num_batches else [("B", i)]
+    return order
+
+
+def run_by_hand(stage, order, batch, loss, down, up):
+    """Forward and backward of this rank's stage, in this order.
+
+    batch: each microbatch's (ids, mask, labels), on all ranks. loss(logits, labels). down, up:
+    process groups of all ranks, for hidden states and for their gradients; two, for NCCL does in
+    the order of the calls what two ranks send each other by one group, and both may want to send
+    first. Returns the microbatches' losses and the logits, in the last stage, else [] and None.
+    """
+    rank, like, kept, sent, losses, logits = down.rank(), next(stage.parameters()), {}, [], [], []
+
+    def shapes(kind):
+        return [(*batch[i][0].shape, stage.config.hidden_size) for k, i in order if k == kind]
+
+    hidden = receive(rank - 1, down, shapes("F"), like)
+    grads = receive(rank + 1, up, shapes("B"), like)
+    for kind, i in order:
+        if kind == "F":
+            ids, mask, labels = batch[i]
+            x = ids if stage.is_first else next(hidden).requires_grad_()
+            y = stage(x, mask)
+            if stage.is_last:
+                logits.append(y.detach())
+                y = loss(y, labels)
+                losses.append(y.detach())
+            else:
+                sent.append(send(y.detach(), rank + 1, down))
+            kept[i] = x, y
+        else:
+            x, y = kept.pop(i)
+            y.backward(None if stage.is_last else next(grads))
+            if not stage.is_first:
+                sent.append(send(x.grad, rank - 1, up))
+        sent = [pair for pair in sent if not pair[0].is_completed()]
+    for work, _ in sent:
+        work.wait()
+    return losses, torch.cat(logits) if logits else None
+
+
+BY_HAND = {"gpipe": gpipe, "1f1b": one_forward_one_backward}
+BY_TORCH = {
+    "torch-gpipe": pipelining.ScheduleGPipe, "torch-1f1b": pipelining.Schedule1F1B,
+    "interleaved": pipelining.ScheduleInterleaved1F1B,
+    "zero-bubble": pipelining.ScheduleInterleavedZeroBubble,
+}  # fmt: skip
+SEVERAL = "interleaved", "zero-bubble"  # stages on each rank
+
+
+class Pipeline:
+    """A Llama in stages over the ranks of a mesh of one axis; stage s is on rank s % P.
+
+    schedule: a key of BY_HAND or BY_TORCH. stages: this rank's, of `number` in all.
+    """
+
+    def __init__(self, mesh, schedule, stages, number):
+        self.group, self.schedule, self.stages = group_of_axis(mesh), schedule, stages
+        self.number, self.rank, self.ranks = number, self.group.rank(), self.group.size()
+        self.is_last, self.made = self.rank == self.ranks - 1, {}
+        self.up = subgroup(self.group, 0, self.ranks)
+        ends = 0, self.ranks, max(1, self.ranks - 1)
+        if 0 < self.rank < self.ranks - 1:
+            ends = self.rank, self.rank + 1  # NCCL wants every rank to make a group
+        self.ends = subgroup(self.group, *ends)
+
+    def named_parameters(self):
+        return [pair for stage in self.stages for pair in stage.named_parameters()]
+
+    def step(self, ids, mask, labels, sizes):
+        """Forward and backward of a batch, (B, S) each, in microbatches of `sizes` sequences.
+
+        The loss is the mean over all labels of the batch, not one of the microbatches' means.
+        Returns, on the last rank, it and the logits (B, S, V), else 0 and None.
+        """
+        self.count = (labels[:, 1:] != -100).sum()
+        if self.schedule in BY_HAND:
+            order = BY_HAND[self.schedule](len(sizes), self.ranks, self.rank)
+            pieces = zip(*(tensor.split(sizes) for tensor in (ids, mask, labels)), strict=True)
+            groups = self.group, self.up
+            losses, logits = run_by_hand(self.stages[0], order, list(pieces), self.loss, *groups)
+        else:
+            key, losses = (len(sizes), ids.shape), []
+            if key not in self.made:  # anew for each shape, which its ranks agree on at first
+                self.made[key] = self.schedule_of_torch(len(sizes), ids.device)
+            given = {"target": labels, "losses": losses} if self.is_last else {}
+            logits = self.made[key].step(*[ids][self.rank :], attention_mask=mask, **given)
+        if self.stages[0].config.tie_word_embeddings and self.number > 1:
+            sum_tied(self.stages, self.ends)
+        return sum(one.detach() for one in losses), logits
+
+    def loss(self, logits, labels):
+        return token_losses(logits, labels).sum() / self.count
+
+    def schedule_of_torch(self, num_batches, device):
+        stages = [
+            pipelining.PipelineStage(stage, stage.index, self.number, device, group=self.group)
+            for stage in self.stages
+        ]
+        stages = stages if self.schedule in SEVERAL else stages[0]
+        schedule = BY_TORCH[self.schedule]
+        return schedule(stages, num_batches, loss_fn=self.loss, scale_grads=False)
+
+
+# ---------------------------------------------------------------- what is shown with it
+
+
+def impossible(run, name, number, layers, sizes):
+    """Why a schedule cannot be run, or None."""
+    m, P = len(sizes), run.world_size
+    if number > layers:
+        return f"{number} stages, but only {layers} layers"
+    if name in BY_TORCH and len(set(sizes)) > 1:
+        return f"microbatches of unequal size, {sizes}"
+    if name == "torch-1f1b" and m < P:
+        return f"{m} microbatches, fewer than {P} stages, which PyTorch's 1F1B does not take"
+    if name in SEVERAL and m % max(1, m // P):
+        return f"{m} microbatches are no whole number of rounds over {P} ranks"
+    if name in BY_TORCH and run.device.type == "cuda" and dist.get_backend() == "gloo":
+        return "PyTorch sends what is on a GPU by NCCL only"
+    return None
+
+
+def train(run, mesh, stops, batch):
+    """Three steps of Adam, also of a model whose weights and states no single rank has room for."""
+    stage = run.load_model(partial(keep_stage, stops=stops, index=run.rank))
+    pipe, losses = Pipeline(mesh, "1f1b", [stage], run.world_size), []
+    optimizer = torch.optim.Adam(stage.parameters(), lr=1e-4)
+    for _ in range(3):
+        optimizer.zero_grad()
+        losses.append(run.gather(torch.as_tensor(pipe.step(*batch)[0]).float()).sum().item())
+        optimizer.step()
+    run.print0(f"losses: {', '.join(f'{loss:.4f}' for loss in losses)}")
+    rise = torch.tensor(max(0.0, losses[-1] - losses[0]))
+    run.check("last loss, not above the first", [(rise, 0 * rise)], tolerance=0.0)
+
+
+def main():
+    parser = make_parser(__doc__)
+    add, names = parser.add_argument, [*BY_HAND, *BY_TORCH]
+    add("--schedule", choices=["all", *names], default="all", help="default all of them")
+    add("--batch-size", type=positive, default=8, help="sequences in a batch; default 8")
+    add("--microbatches", type=positive, default=4, help="pieces of a batch; default 4")
+    add("--stages-per-rank", type=positive, default=2, help="where there are several; default 2")
+    add("--seq-len", type=positive, default=64, help="tokens a sequence; default 64")
+    add("--memory-budget", type=gib, metavar="GIB", help="in place of the checks: train in 1F1B by "
+        "hand, each rank with so much memory beyond what it has; default none")  # fmt: skip
+    start(parser.parse_args(), show)
+
+
+def show(run, args):
+    """All checks of each schedule."""
+    run.mark, B, m, loaded = "P", args.batch_size, args.microbatches, {}
+    if m > B:
+        raise UserError(f"--batch-size {B}: fewer sequences than --microbatches {m}")
+    mesh, batch = run.mesh("pp"), make_batch(run, B, args.seq_len)
+    costs = measure_costs(run, args.seq_len)
+    equal = [stop - first for first, stop in (shard_range(B, m, i) for i in range(m))]
+    if args.memory_budget:
+        with limited_memory(run.device, args.memory_budget):
+            return train(run, mesh, balance(costs, run.world_size), [*batch, equal])
+    reference = Reference(run, batch)
+    for name in [*BY_HAND, *BY_TORCH] if args.schedule == "all" else [args.schedule]:
+        number = run.world_size * (args.stages_per_rank if name in SEVERAL else 1)
+        if reason := impossible(run, name, number, len(costs), equal):
+            if args.schedule != "all" or name == "gpipe":  # which takes most
+                raise UserError(f"{name}: {reason}")
+            run.print0(f"note: not {name}: {reason}")
+            continue
+        if number not in loaded:
+            keep = partial(keep_stage, stops=balance(costs, number))
+            mine = range(run.rank, number, run.world_size)
+            loaded[number] = [run.load_model(partial(keep, index=index)) for index in mine]
+        pipe, sizes = Pipeline(mesh, name, loaded[number], number), equal
+        if name in BY_HAND and m > 1 and equal[-1] > 1:  # they need not be equal
+            sizes = [equal[0] + 1, *equal[1:-1], equal[-1] - 1]
+        run.check_weights(name, pipe, reference.models, whole=("",))
+        embedding = pipe.stages[0].model.embed_tokens if run.rank == 0 else None
+        reference.check_step(run, name, pipe, partial(pipe.step, *batch, sizes), embedding)
+
+
+if __name__ == "__main__":
+    main()

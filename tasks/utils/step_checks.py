@@ -1,0 +1,150 @@
+"""How a training step of a whole batch, and three of them, are held against a single-rank run's."""
+
+import copy
+import math
+from functools import partial
+
+import torch
+
+from utils.checkpoint import fingerprint
+from utils.model_checks import compared_layers, error_of_mean, mean_loss, model_step, token_losses
+from utils.tolerance import FEW
+from utils.wider import WIDER, wider_copy
+
+LARGE = 500e6  # parameters: beyond, the copies that take three steps fill the memory
+
+
+class Reference:
+    """What the single rank makes of a batch.
+
+    On all ranks `logits` (B, S, V), 0 where a token is padding, `input_grad` (B, S, H) of the
+    embeddings and the mean `loss`: of each reference, see `checks.Comparison.references`. On rank 0
+    `models`, with their gradients, and `trained`, whose gradients are what three steps change.
+    """
+
+    def __init__(self, run, batch):
+        ids, mask, labels = batch
+
+        def from_loss(model, inputs):
+            logits = model(**inputs).logits
+            return blank(logits, mask), mean_loss(token_losses(logits, labels), labels)
+
+        def step(model):
+            return model_step(model, ids, mask, from_loss)
+
+        self.models, self.trained = run.references(run.load_reference()), []
+        self.only, self.mask = compared_layers(run), mask
+        small = sum(math.prod(shape) for shape in run.source.shapes.values()) <= LARGE
+        self.three = small and run.dtype != torch.bfloat16  # which has no digits for small changes
+        if not self.three:
+            run.print0("note: what three steps change is compared of models up to "
+                       f"{LARGE / 1e6:.0f} M parameters, in float32 and float64")  # fmt: skip
+        for model in self.models[:1]:
+            for key, parameter in model.named_parameters():
+                parameter.requires_grad_(self.only(key))  # what is not compared takes no memory
+        self.logits, self.input_grad = run.expect(step, self.models)
+        losses = [token_losses(logits, labels) for logits in self.logits]
+        self.loss, self.own = [mean_loss(of, labels) for of in losses], error_of_mean(*losses)
+        self.tokens = (labels != -100).sum().item()
+        for model in self.models[: self.three]:
+            copies = [copy.deepcopy(model), *(wider_copy(model) for _ in self.models[1:])]
+            for one in copies:
+                three_steps(list(one.requires_grad_().parameters()), partial(step, one))
+            for parameter, *exact in zip(*(one.parameters() for one in copies), strict=True):
+                parameter.exact_grad = exact[0].grad.float() if exact else None
+            self.trained = copies[:1]
+
+    def check_step(self, run, name, module, step, embedding):
+        """A step's logits, loss, gradients, and what three of them change, are the single rank's.
+
+        step(): forward and backward; returns this rank's part of the loss, and the logits of the
+        whole batch or None. embedding: the module whose outputs' gradient is the whole batch's, one
+        microbatch after the other; or None. The parameters are as before, afterwards.
+        """
+        seen, parameters = [], [parameter for _, parameter in module.named_parameters()]
+
+        def keep(module, args, y):
+            if y.requires_grad:
+                y.retain_grad()
+                seen.append(y)
+
+        hook = embedding.register_forward_hook(keep) if embedding else None
+        loss, logits = step()
+        if hook:
+            hook.remove()
+        pairs = [] if logits is None else [(blank(logits, self.mask), *self.logits)]
+        run.show("outputs", self.logits[0][0, -1], of_any(run, logits, (0, -1)))
+        run.check(f"{name}: logits", pairs)
+        loss = run.gather(torch.as_tensor(loss, dtype=torch.float64, device=run.device)).sum()
+        loss = loss.to(self.loss[0].dtype)
+        run.show("loss", self.loss[0], loss)
+        run.check(f"{name}: loss", [(loss, *self.loss)], own=self.own)
+        rows, grad = [], None
+        while seen and sum(map(len, rows)) < len(self.mask):  # before these, a trial for shapes
+            y = seen.pop()
+            rows.insert(0, torch.zeros_like(y) if y.grad is None else y.grad)
+            grad = torch.cat(rows)
+        pairs = [] if grad is None else [(grad, *self.input_grad)]
+        run.show("input grad", self.input_grad[0][0], of_any(run, grad, 0))
+        run.check(f"{name}: input embeddings grad", pairs)
+        compare = partial(compare_gradients, run, module=module, tokens=self.tokens)
+        compare(f"{name}: gradients", references=self.models, only=self.only)
+        before = three_steps(parameters, step)
+        if self.three:
+            compare(f"{name}: changes by 3 steps", references=self.trained, only=lambda _: True)
+        check_copies(run, name, module)
+        with torch.no_grad():
+            for parameter, old in zip(parameters, before, strict=True):
+                parameter.copy_(old)
+                parameter.grad = None
+
+
+def of_any(run, tensor, part):
+    """A part of a tensor of which one rank has all, and the others None."""
+    found = run.gather_objects(None if tensor is None else tensor[part].cpu())
+    return next(one for one in found if one is not None)
+
+
+def check_copies(run, name, module):
+    """Parameters of one name are the same bits on all ranks that have them, by their SHA-256."""
+    mine = {}
+    for key, parameter in module.named_parameters():
+        mine.setdefault(key, []).append(list(bytes.fromhex(fingerprint([parameter]))))
+    everyone = {}
+    for of_rank in run.gather_objects(mine):
+        for key, hashes in of_rank.items():
+            everyone.setdefault(key, []).extend(map(torch.tensor, hashes))
+    pairs = [(other, first) for first, *others in everyone.values() for other in others]
+    if pairs:
+        run.check(f"{name}: copies of a parameter, after 3 steps", pairs, tolerance=0.0)
+
+
+def blank(logits, mask):
+    """Logits, 0 where a token is padding, of which each version makes something else."""
+    return logits.masked_fill(mask[..., None] == 0, 0)
+
+
+def compare_gradients(run, name, module, references, only, tokens):
+    """Every parameter's gradient, of those whose name only(name) wants, in one check."""
+    values = [lambda parameter: parameter.grad]
+    if run.dtype in WIDER:
+        values.append(lambda parameter: parameter.exact_grad)
+    for kind, pairs in run.slices(module, references, only, *values).items():
+        run.compare(name, pairs, kind=kind, parts=tokens >= FEW)
+    run.check(name)
+
+
+def three_steps(parameters, step, lr=0.01):
+    """Three steps of SGD with momentum. Each gradient becomes what they have changed.
+
+    step(): fills in the gradients. Returns what the parameters were before.
+    """
+    optimizer = torch.optim.SGD(parameters, lr, momentum=0.9)
+    before = [parameter.detach().clone() for parameter in parameters]
+    for _ in range(3):
+        optimizer.zero_grad()
+        step()
+        optimizer.step()
+    for parameter, old in zip(parameters, before, strict=True):
+        parameter.grad = parameter.detach() - old
+    return before
