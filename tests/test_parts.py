@@ -420,5 +420,6 @@ def test_docstrings_speak_for_themselves():
     kinds = ast.Module, ast.ClassDef, ast.FunctionDef
     for file, tree in sources().items():
         for node in ast.walk(tree):
-            said = ast.get_docstring(node) if isinstance(node, kinds) else None
-            assert not re.search(r"\b[A-F]\d{1,2}\b", said or ""), (file.name, said)
+            said = (ast.get_docstring(node) if isinstance(node, kinds) else None) or ""
+            said = re.sub(r"rank \d  .*", "", said)  # a timeline, of F0 and B0
+            assert not re.search(r"\b[A-F]\d{1,2}\b", said), (file.name, said)

@@ -146,8 +146,8 @@ BUGS = {
         "tp_attention", 2, "tp_attention.py", "if rank != 0:", "if False:", "output",
     ),
     "query heads look at others' keys": (
-        "tp_attention", 3, "shards.py", "(first * group_size, last * group_size), (first, last)",
-        "(first * group_size, last * group_size), (0, last - first)", "nothing left out",
+        "tp_attention", 3, "shards.py", "(first * group_size, stop * group_size), (first, stop)",
+        "(first * group_size, stop * group_size), (0, stop - first)", "nothing left out",
     ),
     "shared KV heads do not add their gradients": (
         "tp_attention", 4, "tp_attention.py", "if ranks > num_kv_heads:", "if False:",
@@ -224,8 +224,8 @@ BUGS = {
         "count = valid.numel() + 0 * valid.sum()", "loss",
     ),
     "labels are shifted twice": (
-        "tp_llama", 2, "tp_llama.py", "ignore_index).flatten()",
-        "ignore_index).roll(-1, 1).flatten()", "loss",
+        "tp_llama", 2, "tp_llama.py", "shift_labels).flatten()",
+        "shift_labels).roll(-1, 1).flatten()", "loss",
     ),
     "gathered logits in the wrong order": (
         "tp_llama", 2, "collectives.py", "pieces = zip(all_gather(padded, group), shares",
@@ -341,8 +341,8 @@ BUGS = {
         "(targets == targets).sum()", "loss",
     ),
     "the plan's labels are shifted twice": (
-        "dtensor_llama", 2, "dtensor_llama.py", "ignore_index).flatten()",
-        "ignore_index).roll(-1, 1).flatten()", "loss",
+        "dtensor_llama", 2, "dtensor_llama.py", "shift_labels).flatten()",
+        "shift_labels).roll(-1, 1).flatten()", "loss",
     ),
     "whole logits' gradients are summed": (
         "dtensor_llama", 2, "dtensor_llama.py",
@@ -796,7 +796,7 @@ def test_without_a_bug(script, tmp_path, odd_llama):
 @pytest.mark.parametrize("script", ["dtensor_llama", "kv_cache"])
 def test_logits_of_ranks_that_share_a_gpu(script, tmp_path, odd_llama):
     """No bug: what they do in place of DTensor's own gather, done on the CPU."""
-    plant(tmp_path, "dtensor_llama.py", "if logits.is_cuda and dist", "if True or dist")
+    plant(tmp_path, "dtensor_llama.py", "if not logits.is_cuda or dist", "if False and dist")
     args = arguments(script, odd_llama)
     result = launch.ranks(tmp_path / f"{script}.py", *args, nproc=3, folder=tmp_path)
     assert result.code == 0 and result.out.count("Tests passed") == 3, result.tail()
