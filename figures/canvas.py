@@ -1,4 +1,4 @@
-"""What the diagrams are drawn with. Lengths are inches, y counts downwards."""
+"""What the figures share: their titles, and what the diagrams are drawn with."""
 
 import matplotlib
 
@@ -11,8 +11,26 @@ SAME, SENT, PALE, LINE = "#BDBDBD", "#D55E00", "#FBE6DA", "#888888"
 ARROW = {"arrowstyle": "-|>", "shrinkA": 0, "shrinkB": 0, "mutation_scale": 8}
 
 
+def finish(figure, axes, what, data, path, bottom=0.0):
+    """What all figures have: what was measured and on what, and no frames."""
+    for axis in axes:
+        axis.spines[["top", "right"]].set_visible(False)
+    machine = data.get("machine")
+    if machine:
+        on = [*machine["gpus"], "no NVLS, no cuDNN attention"] if machine["gpus"] else []
+        machine = "; " + ", ".join(on or [f"{machine['cores']} cores of {machine['cpu']}"])
+    dtype = f", {data['dtype']}" if "dtype" in data else ""
+    figure.suptitle(
+        f"{what}{dtype}{machine or ''}; torch {data['torch']}, transformers {data['transformers']}",
+        fontsize=9,
+    )
+    figure.tight_layout(rect=(0, bottom, 1, 1))
+    figure.savefig(path, dpi=150)
+    print(f"wrote {path}")
+
+
 class Canvas:
-    """An empty picture, whose size is told when it is saved."""
+    """An empty picture, whose size is told when it is saved. In inches; y counts downwards."""
 
     def __init__(self):
         self.axis = plt.figure().add_axes((0, 0, 1, 1))

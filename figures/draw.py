@@ -14,6 +14,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
+from canvas import finish
 from draw_diagrams import draw_diagrams
 from draw_pipeline import draw_pipeline
 from report import TASK
@@ -81,24 +82,6 @@ def draw_tp_speed(data, path):
         handles += [plt.Line2D([], [], color="black", marker="x", ls="", label="by gloo")]
     figure.legend(handles=handles, loc="lower right", bbox_to_anchor=(0.98, 0.15), frameon=False)
     finish(figure, axes, data["model"], data, path)
-
-
-def finish(figure, axes, what, data, path, bottom=0.0):
-    """What all figures have: what was measured and on what, and no frames."""
-    for axis in axes:
-        axis.spines[["top", "right"]].set_visible(False)
-    machine = data.get("machine")
-    if machine:
-        on = [*machine["gpus"], "no NVLS, no cuDNN attention"] if machine["gpus"] else []
-        machine = "; " + ", ".join(on or [f"{machine['cores']} cores of {machine['cpu']}"])
-    dtype = f", {data['dtype']}" if "dtype" in data else ""
-    figure.suptitle(
-        f"{what}{dtype}{machine or ''}; torch {data['torch']}, transformers {data['transformers']}",
-        fontsize=9,
-    )
-    figure.tight_layout(rect=(0, bottom, 1, 1))
-    figure.savefig(path, dpi=150)
-    print(f"wrote {path}")
 
 
 def draw_collectives(data, path):
@@ -288,7 +271,7 @@ def kind(data):
     if "timelines" in data.get("results", {}):
         return draw_pipeline
     if "runs" not in data:
-        raise ValueError("not one of report, tp_speed, longest, collectives, diagrams")
+        raise ValueError("not one of report, tp_speed, longest, collectives, diagrams, pipeline")
     if any("sum_s" in run for run in data["runs"]):
         return draw_collectives
     return draw_tp_speed if "prompt_tokens" in data else draw_longest

@@ -4,6 +4,8 @@ import statistics
 
 import matplotlib.pyplot as plt
 
+from canvas import finish
+
 COLOURS = ["#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9"]  # Okabe and Ito's
 MARKS = "osD^vx"
 WORK = {"F": ("forward", "#56B4E9"), "B": ("backward", "#E69F00"), "W": ("of weights", "#009E73")}
@@ -50,10 +52,5 @@ def draw_pipeline(data, path):
     when.legend(
         handles=handles, fontsize=8, ncols=3, loc="upper center", bbox_to_anchor=(0.5, 1.09)
     )
-    where, torch = results["machine"], data["versions"]["torch"]
-    what = f"{data['model']}, {ranks} ranks; {where['cores']} cores of {where['cpu']}"
-    figure.text(0.01, 0.005, f"{what}, PyTorch {torch}, {results['date']}", fontsize=7)
-    figure.tight_layout(rect=(0, 0.03, 1, 1))
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
-    print(f"wrote {path}")
+    what = f"{data['model']}, {ranks} ranks"
+    finish(figure, (speed, when), what, data | data["versions"] | results, path)

@@ -1,13 +1,13 @@
 """How fast a pipeline is, by schedule and number of microbatches, and what each rank does when.
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 2 figures/pipeline.py \\
-        --model random/balanced --json figures/pipeline.json
+        --json figures/pipeline.json
 
 All take turns: plain model parallelism (one microbatch), every schedule of
 `tasks/pipeline_llama.py` on 2, 4 and 8 microbatches, one process alone, and as many processes as
 ranks that each work for themselves. The last two say what the machine has to give: two processes
-do less than twice the work of one. Then each schedule is run once more under the profiler, for the
-timeline, and its bytes on the wire are counted.
+do less than twice the work of one. Then each schedule is run once more, for the timeline, and its
+bytes on the wire are counted.
 """
 
 import statistics
@@ -23,13 +23,12 @@ from torch.distributed.pipelining import PipelineStage
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "tasks"))
 
-from pipeline_llama import BY_HAND, BY_TORCH, SEVERAL, LlamaStage, Pipeline, keep_stage
+from pipeline_llama import BY_HAND, BY_TORCH, SEVERAL, LlamaStage, Pipeline, load_stages
 from records import here_and_now
 from utils.flags import make_parser, positive
 from utils.job import start
 from utils.measure import interleave, measure_costs, ratio
 from utils.model_checks import mean_loss, token_losses
-from utils.shards import balance
 from utils.traffic import bytes_sent
 
 PLAIN, ALONE, EACH = "plain model parallelism", "one process", "as many processes, each for itself"
@@ -53,11 +52,10 @@ def measure(run, args):
     costs, pipes, losses = measure_costs(run, args.seq_len), {}, {}
     mesh, whole = run.mesh("pp"), run.load_model()
     run.results |= here_and_now(run.device.type, P) | {"costs": costs}
+    stages = {number: load_stages(run, costs, number) for number in (P, 2 * P)}
     for name in [*BY_HAND, *BY_TORCH]:
-        number = P * 2 if name in SEVERAL else P
-        keep = partial(keep_stage, stops=balance(costs, number))
-        stages = [run.load_model(partial(keep, index=i)) for i in range(run.rank, number, P)]
-        pipes[name] = Pipeline(mesh, name, stages, number)
+        number = 2 * P if name in SEVERAL else P
+        pipes[name] = Pipeline(mesh, name, stages[number], number)
 
     def piped(pipe, m):
         losses[f"{pipe.schedule}, {m}"] = pipe.step(*batch, [args.batch_size // m] * m)[0]
@@ -99,7 +97,10 @@ def measure(run, args):
     m = args.microbatches[len(args.microbatches) // 2]
     run.results["timelines"] = {}
     for name, pipe in pipes.items():
-        once = partial(lambda pipe: list(piped(pipe, m)), pipe)
+
+        def once(pipe=pipe):
+            list(piped(pipe, m))
+
         log = timeline(run, BY_HAND_WORK if name in BY_HAND else BY_TORCH_WORK, once)
         # PyTorch's functions are given the microbatch's number; ours go by the list.
         numbers = [args[0] for _, args, *_ in log] if name in BY_TORCH else []
@@ -140,7 +141,6 @@ def timeline(run, work, step):
 
         return call
 
-    step()
     for (owner, name), kind in work.items():
         kept[owner, name] = getattr(owner, name)
         setattr(owner, name, logged(kind, kept[owner, name]))

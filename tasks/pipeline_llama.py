@@ -38,7 +38,7 @@ from utils.job import start
 from utils.measure import limited_memory, measure_costs
 from utils.model_checks import make_batch, token_losses
 from utils.shards import balance, shard_range
-from utils.step_checks import Reference
+from utils.step_checks import Reference, sum_of_parts
 
 # ---------------------------------------------------------------- the technique: stages
 
@@ -213,8 +213,8 @@ class Pipeline:
             for stage in self.stages
         ]
         stages = stages if self.schedule in SEVERAL else stages[0]
-        schedule = BY_TORCH[self.schedule]
-        return schedule(stages, num_batches, loss_fn=self.loss, scale_grads=False)
+        kind = BY_TORCH[self.schedule]
+        return kind(stages, num_batches, loss_fn=self.loss, scale_grads=False)
 
 
 # ---------------------------------------------------------------- what is shown with it
@@ -236,14 +236,20 @@ def impossible(run, name, number, layers, sizes):
     return None
 
 
-def train(run, mesh, stops, batch):
+def load_stages(run, costs, number):
+    """This rank's stages, of `number` in all, which cost about the same."""
+    keep = partial(keep_stage, stops=balance(costs, number))
+    return [run.load_model(partial(keep, index=i)) for i in range(run.rank, number, run.world_size)]
+
+
+def train(run, mesh, costs, batch):
     """Three steps of Adam, also of a model whose weights and states no single rank has room for."""
-    stage = run.load_model(partial(keep_stage, stops=stops, index=run.rank))
-    pipe, losses = Pipeline(mesh, "1f1b", [stage], run.world_size), []
-    optimizer = torch.optim.Adam(stage.parameters(), lr=1e-4)
+    stages, losses = load_stages(run, costs, run.world_size), []
+    pipe = Pipeline(mesh, "1f1b", stages, run.world_size)
+    optimizer = torch.optim.Adam(stages[0].parameters(), lr=1e-4)
     for _ in range(3):
         optimizer.zero_grad()
-        losses.append(run.gather(torch.as_tensor(pipe.step(*batch)[0]).float()).sum().item())
+        losses.append(sum_of_parts(run, pipe.step(*batch)[0]).item())
         optimizer.step()
     run.print0(f"losses: {', '.join(f'{loss:.4f}' for loss in losses)}")
     rise = torch.tensor(max(0.0, losses[-1] - losses[0]))
@@ -273,7 +279,7 @@ def show(run, args):
     equal = [stop - first for first, stop in (shard_range(B, m, i) for i in range(m))]
     if args.memory_budget:
         with limited_memory(run.device, args.memory_budget):
-            return train(run, mesh, balance(costs, run.world_size), [*batch, equal])
+            return train(run, mesh, costs, [*batch, equal])
     reference = Reference(run, batch)
     for name in [*BY_HAND, *BY_TORCH] if args.schedule == "all" else [args.schedule]:
         number = run.world_size * (args.stages_per_rank if name in SEVERAL else 1)
@@ -282,11 +288,8 @@ def show(run, args):
                 raise UserError(f"{name}: {reason}")
             run.print0(f"note: not {name}: {reason}")
             continue
-        if number not in loaded:
-            keep = partial(keep_stage, stops=balance(costs, number))
-            mine = range(run.rank, number, run.world_size)
-            loaded[number] = [run.load_model(partial(keep, index=index)) for index in mine]
-        pipe, sizes = Pipeline(mesh, name, loaded[number], number), equal
+        stages = loaded[number] = loaded.get(number) or load_stages(run, costs, number)
+        pipe, sizes = Pipeline(mesh, name, stages, number), equal
         if name in BY_HAND and m > 1 and equal[-1] > 1:  # they need not be equal
             sizes = [equal[0] + 1, *equal[1:-1], equal[-1] - 1]
         run.check_weights(name, pipe, reference.models, whole=("",))

@@ -119,6 +119,7 @@ def block_step(block, x, upstream=None, recompute=False):
     block.zero_grad()
     x = x.to(block.norm.weight.dtype, copy=True).requires_grad_()
     y = checkpoint(block, x, use_reentrant=False) if recompute else block(x)
+    assert x.grad is None  # the assignment's own
     y.backward(torch.ones_like(y) if upstream is None else upstream.to(y.dtype))
     return y.detach(), x.grad
 

@@ -434,7 +434,7 @@ def test_exception_on_one_rank(nproc, tmp_path):
     plant(tmp_path, "tp_mlp.py", line, f"{line}{wait}    assert run.rank != 1, 'planted'\n")
     args = ["--model", "random/small", "--hidden-size", 8, "--intermediate-size", 8]
     result = launch.torchrun(tmp_path / "tp_mlp.py", *args, nproc=nproc)
-    assert result.code != 0 and result.seconds < 50 and not result.survivors, result.tail()
+    assert result.code != 0 and result.seconds < 25 and not result.survivors, result.tail()
     assert "[rank1]: AssertionError: planted" in result.err, result.tail()
     assert "[rank0]" not in result.err and "[rank2]" not in result.err, result.tail()
 

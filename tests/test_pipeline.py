@@ -8,8 +8,6 @@ import torch
 from torch import nn
 
 import launch
-
-sys.path.insert(0, str(launch.TASKS))
 from pipeline_llama import clock_cycles, gpipe, one_forward_one_backward
 from pipeline_threads import Pipe, WithDevice, device_of, split_module
 from utils.errors import UserError

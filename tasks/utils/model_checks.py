@@ -195,10 +195,14 @@ def check_model(run, parallel, references, batch, loss=own_loss, reduce=None):
         reference.requires_grad_(True)
 
 
+def number_of_parameters(source):
+    return sum(math.prod(shape) for shape in source.shapes.values())
+
+
 def compared_layers(run):
     """Whether a parameter's gradient is compared, by its name; of a large model, some layers'."""
     last = run.source.config.num_hidden_layers - 1
-    if sum(math.prod(shape) for shape in run.source.shapes.values()) <= 100e6:
+    if number_of_parameters(run.source) <= 100e6:
         return lambda name: True
     run.print0(
         f"note: a large model: the gradients of layers 0, {last // 2} and {last} stand for all"

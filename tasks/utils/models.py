@@ -140,9 +140,8 @@ class Source:
         # in float32 whatever the model's dtype.
         model.model.rotary_emb = LlamaRotaryEmbedding(self.config).to(device)
         materialize(model, self.read, dtype, device)
-        if (
-            self.config.tie_word_embeddings and model.lm_head
-        ):  # not all stages of a pipeline have it
+        # (Not all stages of a pipeline have a head.)
+        if self.config.tie_word_embeddings and model.lm_head:
             model.lm_head.weight = model.model.embed_tokens.weight
         return model
 
