@@ -1,7 +1,9 @@
 """Hugging Face's Llama has float32 parts whatever its dtype; here they are made float64, too."""
 
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.func import functional_call
 
 
 def compute_in_float64(model):
@@ -13,31 +15,37 @@ def compute_in_float64(model):
     for name, module in list(model.named_modules()):
         parent = model.get_submodule(name.rpartition(".")[0])
         if type(module).__name__ == "LlamaRMSNorm":
-            norm = nn.RMSNorm(module.weight.shape, eps=module.variance_epsilon, device="meta")
-            norm.weight = module.weight
-            x = torch.linspace(-1, 1, norm.weight.numel()) * torch.tensor([[1.0], [1e-3]])
-            same_function(norm, module, x.to(norm.weight))
-            setattr(parent, name.rpartition(".")[2], norm)
+            x = torch.linspace(-1, 1, len(module.weight), dtype=torch.float64)
+            args = {"weight": x + 2}, x * torch.tensor([[1.0], [1e-3]])
+            before = functional_call(module, *args)
+            # It stays the module that it is, which FSDP2, say, may know.
+            module.__class__ = type("RMSNorm64", (RMSNorm64, type(module)), {})
+            same_function(module, functional_call(module, *args), before)
         elif type(module).__name__ == "LlamaRotaryEmbedding" and not isinstance(parent, Rotary64):
             rotary = Rotary64(module)
             if module.inv_freq.device.type != "meta":
                 x = torch.zeros((), device=module.inv_freq.device)
-                same_function(rotary, module, x, torch.arange(8, device=x.device)[None])
+                args = x, torch.arange(8, device=x.device)[None]
+                for ours, theirs in zip(rotary(*args), module(*args), strict=True):
+                    same_function(module, ours, theirs)
             setattr(parent, name.rpartition(".")[2], rotary)
 
 
-def same_function(ours, module, *args):
+def same_function(module, ours, theirs):
     """RuntimeError if what takes the place of `module` gives something else, beyond rounding.
 
     Else a mistake here would be in all float64 results alike; and in float32, where the tolerance
     comes from the distance to float64, it would allow everything.
     """
-    with torch.no_grad():
-        results = ours(*args), module(*args)
-    pairs = zip(*(r if isinstance(r, tuple) else (r,) for r in results), strict=True)
-    for a, b in pairs:
-        if b.device.type != "meta" and (a - b).abs().max() > 1e-4 * b.abs().max():
-            raise RuntimeError(f"{type(module).__name__}: in float64 it is another function")
+    if (ours - theirs).abs().max() > 1e-4 * theirs.abs().max():
+        raise RuntimeError(f"{type(module).__name__}: in float64 it is another function")
+
+
+class RMSNorm64:
+    """What is LlamaRMSNorm's own, with its mean and root in float64."""
+
+    def forward(self, x):
+        return F.rms_norm(x, self.weight.shape, self.weight, self.variance_epsilon)
 
 
 class Rotary64(nn.Module):

@@ -6,6 +6,7 @@ from functools import partial
 from itertools import chain
 
 import torch
+from torch.optim import SGD
 
 from utils.checkpoint import fingerprint
 from utils.model_checks import (
@@ -16,9 +17,11 @@ from utils.model_checks import (
     number_of_parameters,
     token_losses,
 )
+from utils.shards import local_part, shard_of
 from utils.tolerance import FEW
 from utils.wider import WIDER, wider_copy
 
+ALL = slice(None)
 LARGE = 500e6  # parameters: beyond, the copies that take three steps fill the memory
 
 
@@ -62,14 +65,17 @@ class Reference:
                 parameter.exact_grad = exact[0].grad.float() if exact else None
             self.trained = copies[:1]
 
-    def check_step(self, run, name, module, step, embedding):
+    def check_step(self, run, name, module, step, embedding, rows=ALL, times=1, optimizer=SGD):
         """A step's logits, loss, gradients, and what three of them change, are the single rank's.
 
         step(): forward and backward; returns this rank's part of the loss, and the logits of the
-        whole batch or None. embedding: the module whose outputs' gradient is the whole batch's, one
-        microbatch after the other; or None. The parameters are as before, afterwards.
+        batch or None. embedding: the module whose outputs' gradient is the batch's, one microbatch
+        after the other; or None. rows: of the batch, which this rank has. times: what the loss that
+        it goes back from is multiplied by. optimizer: see `three_steps`. The parameters are as
+        before, afterwards.
         """
         seen, parameters = [], [parameter for _, parameter in module.named_parameters()]
+        mask, number = self.mask[rows], len(self.mask[rows])
 
         def keep(module, args, y):
             if y.requires_grad:
@@ -80,30 +86,37 @@ class Reference:
         loss, logits = step()
         if hook:
             hook.remove()
-        pairs = [] if logits is None else [(blank(logits, self.mask), *self.logits)]
-        run.show("outputs", self.logits[0][0, -1], of_any(run, logits, (0, -1)))
+        logits = None if logits is None or not number else logits[:number]
+        pairs = [] if logits is None else [(blank(logits, mask), *(x[rows] for x in self.logits))]
+        end = 0, int(self.mask[0].nonzero()[-1])
+        run.show("outputs", self.logits[0][end], of_any(run, logits, end))
         run.check(f"{name}: logits", pairs)
         loss = sum_of_parts(run, loss).to(self.loss[0].dtype)
         run.show("loss", self.loss[0], loss)
         run.check(f"{name}: loss", [(loss, *self.loss)], own=self.own)
-        rows, grad = [], None
-        while seen and sum(map(len, rows)) < len(self.mask):  # before these, a trial for shapes
+        pieces, grad = [], None
+        while seen and sum(map(len, pieces)) < number:  # before these, a trial for shapes
             y = seen.pop()
-            rows.insert(0, torch.zeros_like(y) if y.grad is None else y.grad)
-            grad = torch.cat(rows)
-        pairs = [] if grad is None else [(grad, *self.input_grad)]
+            pieces.insert(0, torch.zeros_like(y) if y.grad is None else y.grad / times)
+            grad = torch.cat(pieces)
+        pairs = [] if grad is None else [(grad, *(x[rows] for x in self.input_grad))]
         run.show("input grad", self.input_grad[0][0], of_any(run, grad, 0))
         run.check(f"{name}: input embeddings grad", pairs)
-        compare = partial(compare_gradients, run, module=module, tokens=self.tokens)
-        compare(f"{name}: gradients", references=self.models, only=self.only)
-        before = three_steps(parameters, step)
+        self.compare_gradients(run, name, module)
+        before = three_steps(parameters, step, optimizer)
         if self.three:
-            compare(f"{name}: changes by 3 steps", references=self.trained, only=lambda _: True)
-        check_copies(run, name, module)
+            compare_gradients(run, f"{name}: changes by 3 steps", module, self.trained,
+                              lambda _: True, self.tokens)  # fmt: skip
+        check_copies(run, f"{name}: copies of a parameter, after 3 steps", module)
         with torch.no_grad():
             for parameter, old in zip(parameters, before, strict=True):
                 parameter.copy_(old)
                 parameter.grad = None
+
+    def compare_gradients(self, run, name, module):
+        """Those of a module's parameters are what the whole batch gives on the single rank."""
+        title = f"{name}: gradients"
+        compare_gradients(run, title, module, self.models, self.only, self.tokens)
 
 
 def sum_of_parts(run, loss):
@@ -117,15 +130,20 @@ def of_any(run, tensor, part):
     return next(one for one in found if one is not None)
 
 
-def check_copies(run, name, module):
-    """Parameters of one name are the same bits on all ranks that have them, by their SHA-256."""
-    parameters = list(module.named_parameters())
-    everyone = run.gather_objects([key for key, _ in parameters])
-    copied = [key for key, times in Counter(chain(*everyone)).items() if times > 1]
-    hashes = run.gather_objects([(k, fingerprint([p])) for k, p in parameters if k in copied])
+def check_copies(run, title, module, value=lambda parameter: parameter):
+    """What several ranks have of a parameter, or of its gradient, is the same bits, by SHA-256.
+
+    value: of a parameter, the tensor that is meant.
+    """
+    mine = {(key, str(shard_of(p))): p for key, p in module.named_parameters()}
+    everyone = run.gather_objects(list(mine))
+    copied = [part for part, times in Counter(chain(*everyone)).items() if times > 1]
+    hashes = run.gather_objects(
+        [(part, fingerprint([local_part(value(mine[part]))])) for part in copied if part in mine]
+    )
     if copied:
-        more = torch.tensor(float(len(set(chain(*hashes))) - len(copied)))  # than one of each name
-        run.check(f"{name}: copies of a parameter, after 3 steps", [(more, 0 * more)], 0.0)
+        more = torch.tensor(float(len(set(chain(*hashes))) - len(copied)))  # than one of each
+        run.check(title, [(more, 0 * more)], 0.0)
 
 
 def blank(logits, mask):
@@ -143,12 +161,13 @@ def compare_gradients(run, name, module, references, only, tokens):
     run.check(name)
 
 
-def three_steps(parameters, step, lr=0.01):
+def three_steps(parameters, step, optimizer=SGD):
     """Three steps of SGD with momentum. Each gradient becomes what they have changed.
 
-    step(): fills in the gradients. Returns what the parameters were before.
+    step(): fills in the gradients. optimizer(parameters, lr, momentum): SGD, split or not. Returns
+    what the parameters were before.
     """
-    optimizer = torch.optim.SGD(parameters, lr, momentum=0.9)
+    optimizer = optimizer(parameters, lr=0.01, momentum=0.9)
     before = [parameter.detach().clone() for parameter in parameters]
     for _ in range(3):
         optimizer.zero_grad()

@@ -1,0 +1,165 @@
+"""Training by epochs, of ranks that each have other samples: what it prints, and its memory."""
+
+import statistics
+import time
+from functools import partial
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from utils.measure import peak_memory
+from utils.model_checks import number_of_parameters, token_losses
+from utils.shards import local_part
+from utils.step_checks import check_copies, sum_of_parts
+
+WHOLE = {  # of parameters, gradients, Adam's two states: does each rank have all of them?
+    "by-hand": (True, True, True), "ddp": (True, True, True),
+    "zero1": (True, True, False), "fsdp2": (False, False, False),
+}  # fmt: skip
+
+
+def estimate(run, batch_size, seq_len):
+    """Print and check the number of parameters; print, in closed form, the memory of a step.
+
+    Weights, gradients and Adam's two states are 4 numbers a parameter. Activations, and as much
+    again for their gradients, are 2 V + L (6 H + N S) numbers a token, of N heads: with attention's
+    scores, which fused kernels do not keep, and without what is inside the MLP.
+    """
+    c, count = run.source.config, number_of_parameters(run.source)
+    V, H, L, M = c.vocab_size, c.hidden_size, c.num_hidden_layers, c.intermediate_size
+    heads, kv = (n * c.head_dim for n in (c.num_attention_heads, c.num_key_value_heads))
+    bias = c.attention_bias * (heads + 2 * kv + H) + c.mlp_bias * (2 * M + H)
+    layer = 2 * H * (heads + kv) + 3 * H * M + 2 * H + bias
+    formula = V * H * (1 if c.tie_word_embeddings else 2) + L * layer + H
+    run.print0(f"Model has {count} parameters")
+    pair = [torch.tensor(float(number), dtype=torch.float64) for number in (count, formula)]
+    run.check("number of parameters, by its formula", [pair], tolerance=0.0)
+    tokens, gb, P = batch_size * seq_len, run.dtype.itemsize / 1e9, run.world_size
+    activations = 2 * tokens * (2 * V + L * (6 * H + c.num_attention_heads * seq_len))
+    total = (4 * count + activations) * gb
+    run.print0(f"closed form of a step's memory, {batch_size} x {seq_len} tokens: {total:.2f} GB "
+               f"on one rank, {activations * gb:.2f} of it activations")  # fmt: skip
+    if P > 1:
+        each = []
+        for strategy, whole in WHOLE.items():
+            shares = [1 if all_of_it else 1 / P for all_of_it in whole]
+            numbers = shares[0] + shares[1] + 2 * shares[2]
+            each.append(f"{strategy} {(numbers * count + activations / P) * gb:.2f}")
+        run.print0(f"on each of {P} ranks, GB: {', '.join(each)}")
+
+
+def train(run, strategy, replica, batches, epochs, lr):
+    """So many epochs of AdamW; time, throughput, losses, and memory, which is checked.
+
+    replica: `step(batch)` fills in the gradients and returns this rank's part of the loss first;
+    `optimizer(parameters, kind, ...)`, `logits(ids, mask)`, and `model`, which has the parameters.
+    batches: to train on, and to validate with.
+    """
+    optimizer = replica.optimizer(replica.model.parameters(), torch.optim.AdamW, lr=lr)
+    activations = bytes_kept(replica.model, partial(replica.step, next(iter(batches[0]))))
+    records = run.results.setdefault("epochs", {})[strategy] = []
+
+    def all_epochs():
+        for epoch in range(epochs):
+            mine = train_epoch(run, replica, optimizer, batches[0], epoch)
+            mine["validation_loss"] = validate(run, replica, batches[1])
+            run.print_in_order(
+                f"Epoch {epoch} (rank={run.rank}): Training Time = {mine['training_time_s']:.3f} s,"
+                f" Tokens_per_sec = {mine['tokens_per_second']:.0f}"
+            )
+            run.print0(f"validation loss: {mine['validation_loss']:.4f}")
+            records.append(run.gather_objects(mine))
+
+    peaks = peak_memory(run, all_epochs)
+    check_copies(run, f"{strategy}: copies of a parameter, trained", replica.model)
+    check_memory(run, strategy, replica.model, optimizer, activations)
+    counted = records[1:] or records  # the first epoch warms up
+    times = [statistics.mean(r["training_time_s"] for r in ranks) for ranks in counted]
+    speeds = [sum(r["tokens_per_second"] for r in ranks) for ranks in counted]
+    run.print0(f"{strategy}: time of an epoch {mean_and_deviation(times, '.3f')} s, of "
+               f"{len(counted)} epoch(s) after {len(records) - len(counted)} to warm up; on "
+               f"{run.world_size} rank(s)")  # fmt: skip
+    run.print0(f"tokens_per_second={mean_and_deviation(speeds, '.0f')}, "
+               f"max_mem={max(peaks) / 1e9:.2f}gb")  # fmt: skip
+
+
+def train_epoch(run, replica, optimizer, batches, epoch):
+    """This rank's record of an epoch. Loss: the mean over the labels of a step's whole batch."""
+    tokens, losses = 0, []
+    run.synchronize()
+    begin = time.perf_counter()
+    for i, batch in enumerate(batches):
+        optimizer.zero_grad()
+        part = replica.step(batch)[0]
+        optimizer.step()
+        losses.append(sum_of_parts(run, part).item())
+        run.print0(f"Update={epoch * len(batches) + i}, Loss={losses[-1]:.4f}")
+        tokens += (batch[2] != -100).sum().item()
+    run.synchronize()
+    seconds = time.perf_counter() - begin
+    return {"rank": run.rank, "epoch": epoch, "training_time_s": seconds,
+            "tokens_per_second": tokens / seconds, "losses": losses}  # fmt: skip
+
+
+@torch.no_grad()
+def validate(run, replica, batches):
+    """Mean loss over all labels of all ranks' batches."""
+    sums = torch.zeros(2, dtype=torch.float64, device=run.device)
+    for ids, mask, labels in batches:
+        losses = token_losses(replica.logits(ids, mask), labels)
+        sums += torch.stack([losses.sum().double(), (labels[:, 1:] != -100).sum()])
+    total, count = run.gather(sums).sum(0).tolist()
+    return total / count
+
+
+def mean_and_deviation(values, form):
+    spread = statistics.stdev(values) if len(values) > 1 else 0.0
+    return f"{statistics.mean(values):{form}} +- {spread:{form}}"
+
+
+# ---------------------------------------------------------------- memory
+
+
+def bytes_kept(model, step):
+    """Bytes of tensors, but for parameters, that step()'s forward keeps for its backward."""
+    kept = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        # Asked each time: FSDP2's are whole only while their layer runs.
+        if storage.data_ptr() not in {p.untyped_storage().data_ptr() for p in whole_of(model)}:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        step()
+    return sum(kept.values())
+
+
+def whole_of(model):
+    return (local_part(parameter.detach()) for parameter in model.parameters())
+
+
+def bytes_held(model, optimizer):
+    """Of parameters, gradients and the optimizer's states, on this rank; not of single numbers."""
+    parameters = list(model.parameters())
+    inner = getattr(optimizer, "optim", optimizer)  # ZeRO's has this rank's share
+    states = [value for state in inner.state.values() for value in state.values()]
+    held = parameters, [p.grad for p in parameters], [s for s in states if s.dim()]
+    return [sum(local_part(tensor).nbytes for tensor in tensors) for tensors in held]
+
+
+def check_memory(run, strategy, model, optimizer, activations):
+    """What the strategy splits is on one rank each, and all else on every rank, to the byte."""
+    everyone = run.gather_objects([*bytes_held(model, optimizer), activations])
+    weights = number_of_parameters(run.source) * run.dtype.itemsize
+    copies = [run.world_size if whole else 1 for whole in WHOLE[strategy]]
+    expected = [weights * n * c for n, c in zip((1, 1, 2), copies, strict=True)]
+    actual = [sum(column) for column in zip(*everyone, strict=True)][:3]
+    pair = [torch.tensor(numbers, dtype=torch.float64) for numbers in (actual, expected)]
+    run.check(f"{strategy}: bytes of weights, gradients, states, on all ranks", [pair], 0.0)
+    for rank, numbers in enumerate(everyone):
+        mib = [f"{number / 2**20:.2f}" for number in numbers]
+        run.print0(f"memory, MiB (rank={rank}): weights {mib[0]}, gradients {mib[1]}, Adam's "
+                   f"states {mib[2]}; a forward keeps {mib[3]}")  # fmt: skip
+    run.results.setdefault("memory_bytes", {})[strategy] = everyone
