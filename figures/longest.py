@@ -26,7 +26,8 @@ from records import add, machine, resume, threads_of, torchrun
 from utils.environment import count_gpus
 from utils.flags import positive
 from utils.measure import is_for_memory
-from utils.models import PRESETS, Source
+from utils.models import Source
+from utils.presets import PRESETS
 
 MODELS, PROMPT, GRAIN, STEPS = [f"random/{name}" for name in PRESETS], 32, 1.05, 3
 # What libraries keep for themselves, and what small tensors add up to: seen, not counted. More of

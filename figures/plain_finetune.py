@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tasks"))
 
 from utils.measure import is_for_memory, limited_memory, peak_memory_of_process
-from utils.models import PRESETS
+from utils.presets import PRESETS
 
 
 def main():

@@ -245,8 +245,9 @@ def main():
 def show(run, args):
     """All checks of each strategy, and its training."""
     run.mark, P, B, S = "D", run.world_size, args.batch_size, args.seq_len
-    meet = [os.environ.get(name, "none") for name in ("MASTER_ADDR", "MASTER_PORT")]
-    run.print_in_order(f"Starting worker {run.rank}/{P} with master address {':'.join(meet)}")
+    meet = [os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT") if name in os.environ]
+    address = ":".join(meet) or "none"
+    run.print_in_order(f"Starting worker {run.rank}/{P} with master address {address}")
     estimate(run, B, S)
     if args.estimate:
         return

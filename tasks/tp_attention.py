@@ -39,7 +39,8 @@ from utils.collectives import (
 from utils.flags import make_parser
 from utils.float64 import Rotary64
 from utils.job import start
-from utils.models import PRESETS, materialize
+from utils.models import materialize
+from utils.presets import PRESETS
 from utils.shards import keep_shard, shard_heads
 
 SHAPES = {

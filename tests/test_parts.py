@@ -21,7 +21,8 @@ import tp_attention
 from conftest import make_llama
 from utils import environment, measure
 from utils.checks import covered
-from utils.models import LLAMA3_ROPE, PRESETS, TINY, Source
+from utils.models import TINY, Source
+from utils.presets import LLAMA3_ROPE, PRESETS
 from utils.shards import keep_shard, shard_heads, shard_of, shard_range
 
 CPU = torch.device("cpu")

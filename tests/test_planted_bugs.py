@@ -54,6 +54,8 @@ def arguments(script, odd_llama):
         "ulysses_finetune": ["--batch-size", 2, "--seq-len", 23],
         "pipeline_threads": ["--batch-size", 5, "--seq-len", 19, "--repeats", 0],
         "pipeline_llama": ["--batch-size", 3, "--microbatches", 3, "--seq-len", 19],
+        "data_parallel": ["--batch-size", 5, "--seq-len", 19, "--num-sequences", 17,
+                          "--epochs", 1],
     }
     return ["--model", odd_llama, *flags.get(script, [])]
 
@@ -743,6 +745,63 @@ BUGS = {
     "the threads go back in another order": (
         "pipeline_threads --dtype bfloat16", 1, "pipeline_threads.py", "reversed(ctx.ticks)",
         "[[p] for j in (1, 0) for t in ctx.ticks for p in t if p[1] == j]", "the bits of",
+    ),
+    "partitions overlap": (
+        "data_parallel", 2, "data_parallel.py", "index[i:j]", "index[i : j + 1]", "samples that",
+    ),
+    "a remainder is lost": (
+        "data_parallel", 3, "data_parallel.py", "round(share * len(data))",
+        "int(share * (len(data) - 1))", "samples that",
+    ),
+    "each rank shuffles in its own way": (
+        "data_parallel", 2, "data_parallel.py", "random.Random(seed)",
+        "random.Random(seed + dist.get_rank())", "samples that",
+    ),
+    "gradients are divided twice": (
+        "data_parallel --strategy by-hand", 2, "data_parallel.py", "parameter.grad /= mesh.size()",
+        "parameter.grad /= mesh.size() ** 2", "by-hand: gradients",
+    ),
+    "gradients stay each rank's own": (
+        "data_parallel --strategy by-hand", 2, "data_parallel.py",
+        "    sum_gradients(parameters, mesh)\n", "", "copies of a gradient",
+    ),
+    "all ranks have the same samples": (
+        "data_parallel --strategy by-hand", 2, "batches.py",
+        "self.loader, self.device, self.nothing = loader,",
+        "self.loader, self.device, self.nothing = run.gather_objects(list(loader))[0],",
+        "same gradients before",
+    ),
+    "each rank has a mean of its own": (
+        "data_parallel --strategy ddp", 2, "data_parallel.py",
+        "all_reduce((labels[:, 1:] != -100).sum(), group)",
+        "(labels[:, 1:] != -100).sum() * group.size()", "ddp: loss",
+    ),
+    "DDP is left out": (
+        "data_parallel --strategy ddp", 2, "data_parallel.py",
+        "DistributedDataParallel(self.model, process_group=self.group)", "self.model",
+        "ddp: gradients",
+    ),
+    "ZeRO's ranks do not tell": (
+        "data_parallel --strategy zero1", 2, "data_parallel.py",
+        "return ZeroRedundancyOptimizer(parameters, kind, self.group, **settings)",
+        "o = ZeroRedundancyOptimizer(parameters, kind, self.group, **settings)\n"
+        "            o._sync_params = lambda: None\n            return o",
+        "changes by 3 steps",
+    ),
+    "ZeRO is left out": (
+        "data_parallel --strategy zero1", 2, "data_parallel.py",
+        "return ZeroRedundancyOptimizer(parameters, kind, self.group, **settings)",
+        "pass", "zero1: bytes",
+    ),
+    "FSDP2 forgets the embedding": (
+        "data_parallel --strategy fsdp2", 2, "data_parallel.py",
+        "    fully_shard(model, mesh=mesh)\n", "", "none whole that should be split",
+    ),
+    "FSDP2 adds and does not average": (
+        "data_parallel --strategy fsdp2", 2, "data_parallel.py",
+        "    fully_shard(model, mesh=mesh)\n",
+        "    fully_shard(model, mesh=mesh)\n    model.set_gradient_divide_factor(1.0)\n",
+        "fsdp2: gradients",
     ),
 }  # fmt: skip
 

@@ -22,6 +22,8 @@ TEXT = re.sub(PYTHON, "", TEXT, flags=re.M | re.S)
 FENCED = re.findall(r"^```\n(.*?)^```\n(?=(?:```\n(.*?)^```\n)?)", TEXT, re.M | re.S)
 NUMBER = r"(?<![\w.])-?\d[\d,]*\.?\d*(?:e[+-]?\d+)?"
 START = "OMP_NUM_THREADS=1 torchrun --standalone "
+# What lines begin with whose numbers differ from run to run.
+VARIES = r"time|median step|peak|bytes sent|text:|\(\d+ steps of|Epoch|tokens_per_sec|Starting worker"
 OWN = rf"{START}--nproc_per_node (\d) tasks/(\w+)\.py([^\\]*)"
 # Each task's own command, which test_tasks.py runs, and what is shown of what that prints.
 SHOWN, OWN_COMMANDS = {}, []
@@ -74,7 +76,7 @@ def alike(wanted, line):
         parts = [wanted, line]
     if re.sub(NUMBER, "#", parts[0]) != re.sub(NUMBER, "#", parts[1]):
         return False
-    if re.match(r"time|median step|peak|bytes sent|text:|\(\d+ steps of", wanted):
+    if re.match(VARIES, wanted):
         return True
     a, b = ([float(x.replace(",", "")) for x in re.findall(NUMBER, text)] for text in parts)
     if wanted.startswith("check "):

@@ -22,6 +22,7 @@ QUICK = {
     "ulysses_forward": ["--repeats", 1, "--new-tokens", 6],
     "pipeline_threads": ["--batch-size", 5, "--seq-len", 19, "--repeats", 1],
     "pipeline_llama": ["--batch-size", 6, "--microbatches", 3, "--seq-len", 19],
+    "data_parallel": ["--batch-size", 5, "--seq-len", 19, "--num-sequences", 19, "--epochs", 1],
 }
 WHOLE_MODEL = "tp_llama", "dtensor_llama", "ulysses_forward"
 LITERAL = "tp_mlp", "tp_attention", "dtensor_llama"  # where the assignment asserts it
@@ -37,7 +38,7 @@ def passed(result, nproc):
     for kind in {"outputs", "input grad"} & set(re.findall(r"Reference ([a-z ]+) \(", result.out)):
         assert f"Reference {kind} (rank=0): tensor(" in result.out, result.tail()
         for rank in range(nproc):
-            assert re.search(rf"^[TSP]Parallel {kind} \(rank={rank}\): tensor\(", result.out, re.M)
+            assert re.search(rf"^[TSPD]Parallel {kind} \(rank={rank}\): tensor\(", result.out, re.M)
     assert "FAILED" not in result.out and "Warning" not in result.err, result.tail()
 
 

@@ -76,9 +76,8 @@ def train(run, strategy, replica, batches, epochs, lr):
     counted = records[1:] or records  # the first epoch warms up
     times = [statistics.mean(r["training_time_s"] for r in ranks) for ranks in counted]
     speeds = [sum(r["tokens_per_second"] for r in ranks) for ranks in counted]
-    run.print0(f"{strategy}: time of an epoch {mean_and_deviation(times, '.3f')} s, of "
-               f"{len(counted)} epoch(s) after {len(records) - len(counted)} to warm up; on "
-               f"{run.world_size} rank(s)")  # fmt: skip
+    run.print0(f"time of an epoch, {strategy}: {mean_and_deviation(times, '.3f')} s, of "
+               f"{len(counted)} after {len(records) - len(counted)} to warm up")  # fmt: skip
     run.print0(f"tokens_per_second={mean_and_deviation(speeds, '.0f')}, "
                f"max_mem={max(peaks) / 1e9:.2f}gb")  # fmt: skip
 

@@ -9,7 +9,7 @@ import torch
 
 from utils.environment import env_rank, fail
 from utils.measure import REPEATS_HELP
-from utils.models import PRESETS
+from utils.presets import PRESETS
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
