@@ -66,6 +66,8 @@ bench: .venv/ready
 	$(BIN)/python figures/tp_speed.py
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node 2 figures/pipeline.py \
 	  --json figures/pipeline.json
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node 2 figures/data_speed.py \
+	  --json figures/data_parallel.json
 
 max-seq-len: .venv/ready
 	$(BIN)/python figures/longest.py

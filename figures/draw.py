@@ -15,6 +15,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 from canvas import finish
+from draw_data import draw_data_parallel
 from draw_diagrams import draw_diagrams
 from draw_pipeline import draw_pipeline
 from report import TASK
@@ -262,6 +263,9 @@ def draw_gpu(data, records, path):
     finish(figure, (left, right), "make gpu", data, path)
 
 
+FILES = "report", "tp_speed", "longest", "collectives", "diagrams", "pipeline", "data_parallel"
+
+
 def kind(data):
     """What draws these records."""
     if "tasks" in data:
@@ -270,8 +274,10 @@ def kind(data):
         return draw_diagrams
     if "timelines" in data.get("results", {}):
         return draw_pipeline
+    if "memory_bytes" in data.get("results", {}):
+        return draw_data_parallel
     if "runs" not in data:
-        raise ValueError("not one of report, tp_speed, longest, collectives, diagrams, pipeline")
+        raise ValueError(f"not one of {', '.join(FILES)}")
     if any("sum_s" in run for run in data["runs"]):
         return draw_collectives
     return draw_tp_speed if "prompt_tokens" in data else draw_longest
@@ -283,10 +289,7 @@ def main():
     )
     parser.add_argument("files", nargs="*", type=Path, help="default all beside this script")
     files = parser.parse_args().files
-    for file in files or [
-        HERE / f"{n}.json"
-        for n in ("report", "tp_speed", "longest", "collectives", "diagrams", "pipeline")
-    ]:
+    for file in files or [HERE / f"{name}.json" for name in FILES]:
         try:
             data = json.loads(file.read_text())
             draw = kind(data)

@@ -5,6 +5,7 @@ import statistics
 import matplotlib.pyplot as plt
 
 from canvas import finish
+from draw_data import draw_times
 
 COLOURS = ["#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9"]  # Okabe and Ito's
 MARKS = "osD^vx"
@@ -12,7 +13,10 @@ WORK = {"F": ("forward", "#56B4E9"), "B": ("backward", "#E69F00"), "W": ("of wei
 
 
 def draw_pipeline(data, path):
-    """Left, how many times as fast as plain model parallelism; right, what each rank does when."""
+    """Left, how many times as fast as plain model parallelism; right, what each rank does when.
+
+    And beside it pipeline_times.png: seconds and throughput, as the course wants them.
+    """
     results, ranks = data["results"], data["world_size"]
     seconds, lines = results["step_s"], results["timelines"]
     plain = seconds["plain model parallelism"]
@@ -52,5 +56,11 @@ def draw_pipeline(data, path):
     when.legend(
         handles=handles, fontsize=8, ncols=3, loc="upper center", bbox_to_anchor=(0.5, 1.09)
     )
-    what = f"{data['model']}, {ranks} ranks"
-    finish(figure, (speed, when), what, data | data["versions"] | results, path)
+    what, more = f"{data['model']}, {ranks} ranks", data | data["versions"] | results
+    finish(figure, (speed, when), what, more, path)
+    middle = counts[len(counts) // 2]
+    shown = {"plain model parallelism": plain}
+    shown |= {f"{s}, {middle} microbatches": seconds[f"{s}, {middle}"] for s in lines}
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.4))
+    draw_times(axes, shown, dict.fromkeys(shown, results["tokens"]))
+    finish(figure, axes, what, more, path.with_name(f"{path.stem}_times.png"))

@@ -81,7 +81,7 @@ def measure(run, args):
         P * a / b for a, b in zip(seconds[ALONE], seconds[EACH], strict=True)
     )
     run.print0(f"{P} processes do {shared:.2f} times the work of one in the same time")
-    run.results |= {"work": shared, "step_s": seconds}
+    run.results |= {"work": shared, "step_s": seconds, "tokens": ids.numel()}
     for name in contenders:
         schedule, _, m = name.partition(", ")
         of = f"{statistics.median(seconds[name]):.3f} s"

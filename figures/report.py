@@ -18,6 +18,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "tasks"))
 
 import gpu
+from claims import TASK
 from records import here_and_now, torchrun
 from utils.checks import OTHERWISE
 from utils.measure import ratio
@@ -25,70 +26,6 @@ from utils.measure import ratio
 TASKS = HERE.parent / "tasks"
 PAGES = [TASKS.parent / "README.md"]
 PAGES += [HERE / f"{name}.md" for name in ("checks", "speed", "long_sequence")]
-GOLDEN = "the demo's printed values, to their four digits", "^golden"
-LAST_LOSS = "and the last one below 1 % of the first", "^last loss"
-GRADIENTS = "gradients of all weights", r"\.weight grad$"
-MODEL = [
-    ("logits", "^logits$"),
-    ("loss", "^loss$"),
-    ("gradients of the input embeddings, also under random upstream", "input embeddings grad$"),
-    GRADIENTS,
-]  # fmt: skip
-STEP = [
-    ("logits", ": logits$"), ("loss", ": loss$"), ("gradients of all weights", ": gradients$"),
-    ("gradients of the input embeddings", "input embeddings grad$"),
-    ("what three steps change", ": changes by 3 steps$"),
-]  # fmt: skip
-TOKENS = "generated tokens, 10, by a forward each", "^generated tokens$"
-TASK = {
-    # script: (title, ranks, more flags, [(claim, regular expression of its checks' names)])
-    "tp_mlp": ("Part 1", 4, [], [
-        ("every shard a slice of the whole, and none the whole", "weights, "),
-        GOLDEN,
-        ("output", "^(?!golden).* output$"),
-        ("input gradient, of a sum and of random upstream", "^(?!golden).* input grad$"),
-        GRADIENTS,
-        ("recomputation drops the same values again", "recomputed with dropout"),
-        ("the norm's gradient needs no synchronisation", "norm grad, same bits"),
-    ]),
-    "tp_attention": ("Task 1", 2, [], [
-        ("output: causal, bidirectional, padded", " output$"),
-        ("input gradient, of a sum, a norm and random upstream", " input grad$"),
-        GRADIENTS,
-    ]),
-    "tp_llama": ("Task 2", 2, [], [
-        ("every shard a slice of the whole, and none the whole", "weights, "), *MODEL, TOKENS,
-    ]),
-    "dtensor_llama": ("Task 3", 2, ["--overfit", "60"], [
-        GOLDEN, *MODEL,
-        ("tokens by .generate, 10 and 40", "^generated tokens by .generate"),
-        ("one batch overfitted: each step's loss", "^losses while overfitting"),
-        LAST_LOSS,
-    ]),
-    "kv_cache": ("KV cache", 2, [], [
-        ("tokens of 3 prompts, by hand and DTensor, 5 ways each", "^generated tokens|tokens$"),
-        ("logits from the cache", "cached logits$"),
-        ("every rank's keys and values, slices of the whole", "cached keys and values"),
-        ("bytes cached, as the formula says", "bytes cached$"),
-    ]),
-    "pipeline_llama": ("Pipeline", 2, [], [
-        ("each weight on some rank", "weights, "), *STEP,
-        ("copies of a tied embedding, after them", "copies of a parameter"),
-    ]),
-    "pipeline_threads": ("Threads", 1, [], [
-        *STEP, ("the bits of one microbatch after another", "one microbatch after another"),
-    ]),
-    "ulysses_forward": ("Task 4", 2, [], [
-        ("hidden states of every layer", "^hidden states"), *MODEL, TOKENS,
-    ]),
-    "ulysses_finetune": ("Task 5", 2, [], [
-        ("losses beside plain PEFT, three steps", "^losses$"),
-        ("gradients before the optimizer", r"\.weight grad$"),
-        ("parameters after it", "after a step$"),
-        ("each memory technique alone, and all together", ": (loss|gradients)$"),
-        ("the replicas' bits, before and after", "^hash"),
-    ]),
-}  # fmt: skip
 DTYPES = "float64", "float32"
 START = "$ OMP_NUM_THREADS=1 torchrun --standalone"
 

@@ -54,8 +54,7 @@ def arguments(script, odd_llama):
         "ulysses_finetune": ["--batch-size", 2, "--seq-len", 23],
         "pipeline_threads": ["--batch-size", 5, "--seq-len", 19, "--repeats", 0],
         "pipeline_llama": ["--batch-size", 3, "--microbatches", 3, "--seq-len", 19],
-        "data_parallel": ["--batch-size", 5, "--seq-len", 19, "--num-sequences", 17,
-                          "--epochs", 1],
+        "data_parallel": ["--batch-size", 5, "--seq-len", 19, "--num-sequences", 17, "--epochs", 1],
     }
     return ["--model", odd_llama, *flags.get(script, [])]
 

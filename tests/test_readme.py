@@ -23,7 +23,9 @@ FENCED = re.findall(r"^```\n(.*?)^```\n(?=(?:```\n(.*?)^```\n)?)", TEXT, re.M | 
 NUMBER = r"(?<![\w.])-?\d[\d,]*\.?\d*(?:e[+-]?\d+)?"
 START = "OMP_NUM_THREADS=1 torchrun --standalone "
 # What lines begin with whose numbers differ from run to run.
-VARIES = r"time|median step|peak|bytes sent|text:|\(\d+ steps of|Epoch|tokens_per_sec|Starting worker"
+VARIES = (
+    r"time|median step|peak|bytes sent|text:|\(\d+ steps of|Epoch|tokens_per_sec|Starting worker"
+)
 OWN = rf"{START}--nproc_per_node (\d) tasks/(\w+)\.py([^\\]*)"
 # Each task's own command, which test_tasks.py runs, and what is shown of what that prints.
 SHOWN, OWN_COMMANDS = {}, []

@@ -1,0 +1,116 @@
+"""How fast data parallelism is, what it sends, and what each rank has in memory.
+
+    OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 2 figures/data_speed.py \\
+        --json figures/data_parallel.json
+
+All take turns with steps of forward, backward and AdamW, on as many sequences a rank: one process
+alone, as many processes as ranks that each train for themselves, and every strategy of
+`tasks/data_parallel.py`. The first two say what the machine has to give: two processes do less than
+twice the work of one.
+"""
+
+import statistics
+import sys
+from functools import partial
+from pathlib import Path
+
+import torch
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent / "tasks"))
+
+from data_parallel import STRATEGIES, Replica
+from records import here_and_now
+from utils.batches import pad
+from utils.epochs import bytes_kept, check_memory
+from utils.flags import make_parser, positive
+from utils.job import start
+from utils.measure import interleave, ratio
+from utils.model_checks import mean_loss, number_of_parameters, token_losses
+from utils.traffic import bytes_sent
+
+ALONE, EACH = "one process", "as many processes, each for itself"
+
+
+def main():
+    parser = make_parser(__doc__, model="random/balanced")
+    add = parser.add_argument
+    add("--seq-len", type=positive, default=128, help="tokens a sequence; default 128")
+    add("--batch-size", type=positive, default=8, help="sequences on each rank; default 8")
+    add("--repeats", type=positive, default=7, help="timed turns; default 7")
+    start(parser.parse_args(), measure)
+
+
+def measure(run, args):
+    """Seconds of each contender's steps; bytes; memory."""
+    config, P, mesh = run.source.config, run.world_size, run.mesh("dp")
+    generator = torch.Generator().manual_seed(run.seed + run.rank)
+    size = args.batch_size, args.seq_len
+    batch = [t.to(run.device) for t in pad(
+        torch.randint(config.vocab_size, size, generator=generator), args.seq_len
+    )]  # fmt: skip
+    run.results |= here_and_now(run.device.type, P)
+    run.results |= {"tokens": batch[0].numel(), "bytes": {}}
+    alone = run.load_model()
+    own = torch.optim.AdamW(alone.parameters(), lr=1e-4)
+    replicas = {strategy: Replica(run, strategy, mesh) for strategy in STRATEGIES}
+    optimizers = {
+        name: replica.optimizer(replica.model.parameters(), torch.optim.AdamW, lr=1e-4)
+        for name, replica in replicas.items()
+    }
+    losses = {}
+
+    def together(name):
+        optimizers[name].zero_grad()
+        losses.setdefault(name, replicas[name].step(batch)[0])
+        yield "gradients"
+        optimizers[name].step()
+        yield "optimizer"
+
+    def single(works):
+        if works:
+            own.zero_grad()
+            loss = mean_loss(token_losses(alone(batch[0]).logits, batch[2]), batch[2])
+            losses.setdefault(EACH, loss.detach() / P)
+            loss.backward()
+        yield "gradients"
+        if works:
+            own.step()
+        yield "optimizer"
+
+    # The others first: so that its first loss is of the weights that all began with.
+    contenders = {EACH: partial(single, True), ALONE: partial(single, run.rank == 0)}
+    contenders |= {name: partial(together, name) for name in STRATEGIES}
+    phases = interleave(run, contenders, args.repeats)
+    seconds = run.results["step_s"] = {
+        name: [sum(both) for both in zip(*of.values(), strict=True)] for name, of in phases.items()
+    }
+    work = [P * a / b for a, b in zip(seconds[ALONE], seconds[EACH], strict=True)]
+    run.results["work"] = statistics.median(work)
+    run.print0(f"{P} processes do {run.results['work']:.2f} times the work of one in the same time")
+    for name, laps in seconds.items():
+        run.print0(f"time {name}: {statistics.median(laps):.3f} s, {ratio(seconds[EACH], laps)} of "
+                   f"what {EACH}, do")  # fmt: skip
+    total = {name: run.gather(loss.double()).sum() for name, loss in losses.items()}
+    for name in STRATEGIES:
+        run.check(f"loss: {name}", [(total[name], total[EACH])], 1e-5 * total[EACH].item())
+    for name, replica in replicas.items():
+        kept = bytes_kept(replica.model, lambda replica=replica: replica.step(batch))
+        check_memory(run, name, replica.model, optimizers[name], kept)
+        sent, wire = bytes_sent(run, lambda name=name: list(together(name)))
+        formula = formula_of(run, name)
+        run.print0(f"{name}: bytes sent per rank {sent:,.0f}, formula {formula:,.0f}")
+        run.results["bytes"][name] = [sent, formula, wire]
+
+
+def formula_of(run, strategy):
+    """Bytes that a rank sends in a step, as the docstring of `tasks/data_parallel.py` has them."""
+    config, W = run.source.config, number_of_parameters(run.source) * run.dtype.itemsize
+    times = {"by-hand": 2, "ddp": 2, "zero1": 3, "fsdp2": 3}[strategy]
+    ends = config.vocab_size * config.hidden_size * (1 if config.tie_word_embeddings else 2)
+    once = (ends + config.hidden_size) * run.dtype.itemsize if strategy == "fsdp2" else 0
+    return (run.world_size - 1) / run.world_size * (times * W - once)
+
+
+if __name__ == "__main__":
+    main()

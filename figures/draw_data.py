@@ -1,0 +1,48 @@
+"""Draw what figures/data_speed.py has measured; times and throughput as the course has them."""
+
+import statistics
+
+import matplotlib.pyplot as plt
+
+from canvas import RANKS, finish
+
+PARTS = "weights", "gradients", "Adam's states", "kept for the backward"
+
+
+def draw_times(axes, seconds, tokens):
+    """Seconds of a step, and tokens a second; bars from the median, lines from least to largest.
+
+    seconds: {contender: [s, ...]}. tokens: {contender: of all ranks, in a step}.
+    """
+    for axis, title in zip(axes, ("seconds of a step", "tokens a second"), strict=True):
+        for row, (name, laps) in enumerate(seconds.items()):
+            values = [tokens[name] / s for s in laps] if title.startswith("tokens") else laps
+            middle = statistics.median(values)
+            around = [[middle - min(values)], [max(values) - middle]]
+            axis.barh(row, middle, color=RANKS[row > 0][0], xerr=around, ecolor="#555555")
+            axis.text(0, row, f" {middle:,.4g}", va="center", color="white", fontsize=8)
+        axis.invert_yaxis()
+        axis.set_title(title, fontsize=9)
+        axis.set_yticks(range(len(seconds)), seconds if axis is axes[0] else [], fontsize=8)
+
+
+def draw_data_parallel(data, path):
+    """Time, throughput, and the memory of a rank, by strategy."""
+    results, ranks = data["results"], data["world_size"]
+    seconds = dict(sorted(results["step_s"].items(), key=lambda item: item[0] != "one process"))
+    tokens = {name: results["tokens"] * (1 if name == "one process" else ranks) for name in seconds}
+    figure, axes = plt.subplots(1, 3, figsize=(12, 3.4), width_ratios=(3, 3, 4))
+    draw_times(axes[:2], seconds, tokens)
+    for row, everyone in enumerate(results["memory_bytes"].values()):
+        left = 0
+        for part, (label, (colour, hatch)) in enumerate(zip(PARTS, RANKS, strict=True)):
+            size = max(numbers[part] for numbers in everyone) / 2**20
+            axes[2].barh(row, size, left=left, color=colour, hatch=hatch, ec="white",
+                         label=label if row == 0 else None)  # fmt: skip
+            left += size
+    axes[2].invert_yaxis()
+    axes[2].set_title(f"MiB on each of {ranks} ranks", fontsize=9)
+    axes[2].set_yticks(range(len(results["memory_bytes"])), results["memory_bytes"], fontsize=8)
+    axes[2].legend(fontsize=7, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.12))
+    what = f"data parallelism, {data['model']}, {ranks} ranks"
+    finish(figure, axes, what, data | data["versions"] | results, path)
