@@ -15,10 +15,10 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 from canvas import finish
+from claims import TASK
 from draw_data import draw_data_parallel
 from draw_diagrams import draw_diagrams
 from draw_pipeline import draw_pipeline
-from report import TASK
 
 HERE = Path(__file__).resolve().parent
 # Okabe and Ito's colours, which colour-blind readers can tell apart; hatches for print.
