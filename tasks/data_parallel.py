@@ -153,6 +153,7 @@ class Replica:
         self.strategy, self.mesh, self.group = strategy, mesh, group_of_axis(mesh)
         if strategy == "fsdp2":  # a rank only ever reads its slices; .to tells FSDP2 of them
             self.model = run.load_model(partial(shard_fully, mesh=mesh)).to(run.device)
+            run.print0(str(self.model))
         else:
             self.model = run.load_model()
         self.called = self.model
@@ -256,6 +257,8 @@ def show(run, args):
         raise UserError(f"--batch-size {B}: fewer sequences than {ranks} ranks")
     if args.spawn and P > 1:
         raise UserError("--spawn starts processes itself: without torchrun")
+    if run.device.type == "cuda" and args.spawn and args.spawn > torch.cuda.device_count():
+        raise UserError(f"--spawn {args.spawn}: more than there are GPUs; use --device cpu")
     data, collate = DataPartitioner(read_samples(run, args.num_sequences, S)), partial(pad, size=S)
     parts = [data.use(i) for i in range(2)]
     if not all(map(len, parts)):

@@ -271,11 +271,10 @@ def main():
 
 def show(run, args):
     """All checks of each schedule."""
-    run.mark, B, m, loaded = "P", args.batch_size, args.microbatches, {}
+    run.mark, B, S, m, loaded = "P", args.batch_size, args.seq_len, args.microbatches, {}
     if m > B:
         raise UserError(f"--batch-size {B}: fewer sequences than --microbatches {m}")
-    mesh, batch = run.mesh("pp"), make_batch(run, B, args.seq_len)
-    costs = measure_costs(run, args.seq_len)
+    mesh, batch, costs = run.mesh("pp"), make_batch(run, B, S), measure_costs(run, S)
     equal = [stop - first for first, stop in (shard_range(B, m, i) for i in range(m))]
     if args.memory_budget:
         with limited_memory(run.device, args.memory_budget):
