@@ -46,8 +46,8 @@ def measure(run, args):
     config, P, mesh = run.source.config, run.world_size, run.mesh("dp")
     generator = torch.Generator().manual_seed(run.seed + run.rank)
     size = args.batch_size, args.seq_len
-    batch = [t.to(run.device) for t in pad(
-        torch.randint(config.vocab_size, size, generator=generator), args.seq_len
+    batch = [t.to(run.device) for t in pad(list(
+        torch.randint(config.vocab_size, size, generator=generator)), args.seq_len
     )]  # fmt: skip
     run.results |= here_and_now(run.device.type, P)
     run.results |= {"tokens": batch[0].numel(), "bytes": {}}
