@@ -28,11 +28,12 @@ JOBS = {
     **{f"ulysses_finetune {peft}": [*STEP, peft] for peft in ("prompt", "lora", "none")},
 }
 del JOBS["ulysses_finetune"]
-LONG = "dtensor_llama", "kv_cache", "ulysses_forward", "pipeline_llama", "pipeline_threads"
+LONG = "dtensor_llama", "kv_cache", "ulysses_forward", "pipeline_threads"
+WHOLE = "pipeline_threads", "data_parallel"  # each rank has the whole model there
 CASES = [("ulysses_finetune", "float32", 2)]  # as it is by default: with all memory techniques
 for i, job in enumerate(JOBS):
-    more = 3 if job in LONG else 4 - i % 2
-    most = 2 if job == "pipeline_threads" else 4  # each rank has the whole model there
+    more = 3 if job in (*LONG, *WHOLE, "pipeline_llama") else 4 - i % 2
+    most = 2 if job in WHOLE else 4
     CASES += [(job, "float32", 2), (job, "float64", min(7 - more, most))]
     CASES += [(job, "bfloat16", min(6 - more, most))]
     CASES += [(job, "float32", more)] * (job not in LONG)
