@@ -77,19 +77,8 @@ def measure(run, args):
         contenders |= {f"{name}, {m}": partial(piped, pipe, m) for name, pipe in pipes.items()}
     seconds = {name: of["step"] for name, of in
                interleave(run, contenders, args.repeats, warmup=1).items()}  # fmt: skip
-    shared = statistics.median(
-        P * a / b for a, b in zip(seconds[ALONE], seconds[EACH], strict=True)
-    )
-    run.print0(f"{P} processes do {shared:.2f} times the work of one in the same time")
-    run.results |= {"work": shared, "step_s": seconds, "tokens": ids.numel()}
-    for name in contenders:
-        schedule, _, m = name.partition(", ")
-        of = f"{statistics.median(seconds[name]):.3f} s"
-        of += f", {ratio(seconds[PLAIN], seconds[name])} times as fast as {PLAIN}"
-        if m and schedule in pipes:
-            m = int(m)
-            of += f"; by the bubble's formula {shared * m / (m + P - 1):.2f}"
-        run.print0(f"time {name}: {of}")
+    run.results |= {"step_s": seconds, "tokens": ids.numel()}
+    print_times(run, seconds)
     for key, value in losses.items():
         pair = [run.gather(torch.as_tensor(x).double().to(run.device)).max() for x in
                 (value, losses[ALONE] if run.rank == 0 else 0.0)]  # fmt: skip
@@ -111,6 +100,21 @@ def measure(run, args):
         formula = formula_of(config, pipe, ids, run.dtype.itemsize)
         run.print0(f"{name}: bytes sent per rank {sent:,.0f}, formula {formula:,.0f}")
         run.results.setdefault("bytes", {})[name] = [sent, formula, wire]
+
+
+def print_times(run, seconds):
+    """Each contender's, beside plain model parallelism and the bubble's formula."""
+    P = run.world_size
+    work = [P * a / b for a, b in zip(seconds[ALONE], seconds[EACH], strict=True)]
+    shared = run.results["work"] = statistics.median(work)
+    run.print0(f"{P} processes do {shared:.2f} times the work of one in the same time")
+    for name, laps in seconds.items():
+        of = f"{statistics.median(laps):.3f} s"
+        of += f", {ratio(seconds[PLAIN], laps)} times as fast as {PLAIN}"
+        if name not in (ALONE, EACH, PLAIN):
+            m = int(name.split(", ")[1])
+            of += f"; by the bubble's formula {shared * m / (m + P - 1):.2f}"
+        run.print0(f"time {name}: {of}")
 
 
 def formula_of(config, pipe, ids, element):
