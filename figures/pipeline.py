@@ -37,7 +37,7 @@ PLAIN, ALONE, EACH = "plain model parallelism", "one process", "as many processe
 def main():
     parser = make_parser(__doc__, model="random/balanced")
     add = parser.add_argument
-    add("--seq-len", type=positive, default=128, help="tokens a sequence; default 128")
+    add("--seq-len", type=positive, default=256, help="tokens a sequence; default 256")
     add("--batch-size", type=positive, default=8, help="sequences; default 8")
     add("--microbatches", type=positive, nargs="+", default=[2, 4, 8], help="default 2 4 8")
     add("--repeats", type=positive, default=7, help="timed turns; default 7")
