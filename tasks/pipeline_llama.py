@@ -17,8 +17,7 @@ model parallelism, one rank works at a time.
     OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 2 tasks/pipeline_llama.py
 
 runs these two by hand and by torch.distributed.pipelining, and its interleaved 1F1B (several stages
-a rank) and zero bubble. Logits, loss, the gradients of input embeddings and weights, and three
-optimizer steps are checked against a single-rank run of the unmodified model.
+a rank) and zero bubble, each checked against a single-rank run of the unmodified model.
 """
 
 import copy
@@ -213,8 +212,7 @@ class Pipeline:
             for stage in self.stages
         ]
         stages = stages if self.schedule in SEVERAL else stages[0]
-        kind = BY_TORCH[self.schedule]
-        return kind(stages, num_batches, loss_fn=self.loss, scale_grads=False)
+        return BY_TORCH[self.schedule](stages, num_batches, loss_fn=self.loss, scale_grads=False)
 
 
 # ---------------------------------------------------------------- what is shown with it
@@ -274,6 +272,8 @@ def show(run, args):
     run.mark, B, S, m, loaded = "P", args.batch_size, args.seq_len, args.microbatches, {}
     if m > B:
         raise UserError(f"--batch-size {B}: fewer sequences than --microbatches {m}")
+    if m < run.world_size:
+        run.print0(f"note: {m} microbatches, fewer than {run.world_size} ranks: some always wait")
     mesh, batch, costs = run.mesh("pp"), make_batch(run, B, S), measure_costs(run, S)
     equal = [stop - first for first, stop in (shard_range(B, m, i) for i in range(m))]
     if args.memory_budget:

@@ -186,6 +186,21 @@ def test_measured_on_ranks(script, flags, tmp_path):
     assert json.loads((tmp_path / "record.json").read_text())
 
 
+@pytest.mark.parametrize("name", ["pipeline", "data_parallel"])
+def test_recorded(name):
+    """Bytes as the formulas have them; with FSDP2 a rank has its share of everything."""
+    record = json.loads((DIAGRAMS.parent / f"{name}.json").read_text())
+    results, ranks = record["results"], record["world_size"]
+    assert len(results["bytes"]) == (6 if name == "pipeline" else 4)
+    for sent, formula, _ in results["bytes"].values():
+        assert sent == pytest.approx(formula, rel=0.02)
+    if name == "data_parallel":
+        whole = results["memory_bytes"]["by-hand"][0]
+        for of_rank in results["memory_bytes"]["fsdp2"]:
+            for mine, all_of_it in zip(of_rank[:3], whole, strict=False):
+                assert mine == pytest.approx(all_of_it / ranks, rel=0.05)
+
+
 @pytest.mark.parametrize(("technique", "count"), [("tp", 7), ("ulysses", 6)])
 def test_diagrams_show_every_collective(technique, count, tmp_path):
     """None is left out: each has its place between two rows, and every such place is drawn."""

@@ -6,6 +6,7 @@ from functools import partial
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
 
 from utils.measure import peak_memory
 from utils.model_checks import number_of_parameters, token_losses
@@ -125,18 +126,15 @@ def bytes_kept(model, step):
 
     def pack(tensor):
         storage = tensor.untyped_storage()
-        # Asked each time: FSDP2's are whole only while their layer runs.
-        if storage.data_ptr() not in {p.untyped_storage().data_ptr() for p in whole_of(model)}:
+        # Asked each time: FSDP2's are whole, and no DTensors, only while their layer runs.
+        whole = (p for p in model.parameters() if not isinstance(p, DTensor))
+        if storage.data_ptr() not in {p.untyped_storage().data_ptr() for p in whole}:
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         step()
     return sum(kept.values())
-
-
-def whole_of(model):
-    return (local_part(parameter.detach()) for parameter in model.parameters())
 
 
 def bytes_held(model, optimizer):
