@@ -70,7 +70,9 @@ def measure(run, args):
     def single(works):
         if works:
             own.zero_grad()
-            loss = mean_loss(token_losses(alone(batch[0]).logits, batch[2]), batch[2])
+            ids, mask, labels = batch
+            logits = alone(input_ids=ids, attention_mask=mask, use_cache=False).logits
+            loss = mean_loss(token_losses(logits, labels), labels)
             losses.setdefault(EACH, loss.detach() / P)
             loss.backward()
         yield "gradients"
@@ -78,7 +80,7 @@ def measure(run, args):
             own.step()
         yield "optimizer"
 
-    # The others first: so that its first loss is of the weights that all began with.
+    # EACH before ALONE, which trains the same model: its first loss is of the first weights.
     contenders = {EACH: partial(single, True), ALONE: partial(single, run.rank == 0)}
     contenders |= {name: partial(together, name) for name in STRATEGIES}
     phases = interleave(run, contenders, args.repeats)
@@ -99,7 +101,8 @@ def measure(run, args):
         check_memory(run, name, replica.model, optimizers[name], kept)
         sent, wire = bytes_sent(run, lambda name=name: list(together(name)))
         formula = formula_of(run, name)
-        run.print0(f"{name}: bytes sent per rank {sent:,.0f}, formula {formula:,.0f}")
+        pair = [torch.tensor(float(n)) for n in (sent, formula)]
+        run.check(f"{name}: bytes sent, by the formula", [pair], 0.02 * formula)
         run.results["bytes"][name] = [sent, formula, wire]
 
 

@@ -10,7 +10,7 @@ PARTS = "weights", "gradients", "Adam's states", "kept for the backward"
 
 
 def draw_times(axes, seconds, tokens):
-    """Seconds of a step, and tokens a second; bars from the median, lines from least to largest.
+    """Seconds of a step, and tokens a second; bars to the median, lines from least to largest.
 
     seconds: {contender: [s, ...]}. tokens: {contender: of all ranks, in a step}.
     """

@@ -1,21 +1,22 @@
 """Neighbour course: data parallelism. Every rank takes other samples, and all take the same step.
 
-Each rank computes the gradients of its own part of a batch; their mean over the ranks is the
-gradient of the whole batch. Of P ranks, with W bytes of weights, each has and sends in a step:
+Each rank computes the gradients of its part of a batch. Their average over the ranks is that of the
+whole batch's mean loss, if each goes back from the right share of it (`forward_backward`). What a
+rank has after a step and sends in one, of P ranks and W bytes of weights:
 
                 weights     gradients   Adam's states   bytes sent
-    by-hand     W           W           2 W             2 (P-1)/P W     average_gradients
-    ddp         W           W           2 W             the same        during the backward
-    zero1       W           W           2 W / P         3 (P-1)/P W     each state on one rank
-    fsdp2       W / P       W / P       2 W / P         3 (P-1)/P W     a layer whole while it runs
+    by-hand     W           W           2 W             2 (P-1)/P W, after the backward
+    ddp         W           W           2 W             2 (P-1)/P W, during the backward
+    zero1       W           W           2 W / P         3 (P-1)/P W; each parameter's on one rank
+    fsdp2       W / P       W / P       2 W / P         3 (P-1)/P W; a layer whole while it runs
 
-(fsdp2 sends 2 (P-1)/P of the embedding and the head, which stay whole from forward to backward.
-DDP: arXiv 2006.15704, section 3. ZeRO: arXiv 1910.02054, section 5. FSDP: arXiv 2304.11277.)
+(PyTorch's ZeRO-1 sums all gradients on all ranks; the paper's scatters them, and sends 2. FSDP2's
+embedding, last norm and head stay whole until the backward, and are sent twice. DDP: arXiv
+2006.15704, section 3. ZeRO: arXiv 1910.02054, section 5. FSDP: arXiv 2304.11277.)
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 2 tasks/data_parallel.py
 
-checks each of them against a single-rank run of the unmodified model, on a batch in which ranks
-have unequal numbers of labels, and then trains with it. Without torchrun,
+checks each against a single-rank run of the unmodified model, and trains with it. Plain
 
     python tasks/data_parallel.py --spawn 2
 
@@ -27,7 +28,6 @@ import random
 import tempfile
 from functools import partial
 from itertools import accumulate, pairwise
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -40,10 +40,10 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
-from utils.batches import Batches, check_partitions, gather_batch, pad, read_samples
+from utils.batches import Batches, check_partitions, gather_batch, join, pad, read_samples
 from utils.checkpoint import fingerprint
 from utils.collectives import all_reduce, all_reduce_, group_of_axis, sum_gradients
-from utils.epochs import estimate, train
+from utils.epochs import estimate, expect_training, print_workers, train
 from utils.errors import UserError
 from utils.flags import make_parser, natural, positive, rate
 from utils.job import start
@@ -90,7 +90,7 @@ def partition_dataset(rank, world_size, dataset, batch_size=128, collate_fn=None
     """A rank's samples, in batches of its share of batch_size: a DataLoader.
 
     Where shares are unequal, so are the partitions: all ranks come to their ends together, but for
-    the last batches, of which some ranks may have none. ValueError for fewer samples than ranks.
+    the last batches, of which some ranks may have none. ValueError for a batch of fewer than ranks.
     """
     if batch_size < world_size:
         raise ValueError(f"a batch of {batch_size} samples, but {world_size} ranks")
@@ -137,7 +137,7 @@ def forward_backward(model, batch, group):
 
 
 def shard_fully(model, mesh):
-    """FSDP2, in place: each layer's parameters, and all others, as slices; also without memory."""
+    """FSDP2, in place: each layer's parameters, and all others, as slices; also on device meta."""
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -151,14 +151,15 @@ class Replica:
 
     def __init__(self, run, strategy, mesh):
         self.strategy, self.mesh, self.group = strategy, mesh, group_of_axis(mesh)
-        if strategy == "fsdp2":  # a rank only ever reads its slices; .to tells FSDP2 of them
+        if strategy == "fsdp2":  # each rank reads its slices; .to() makes FSDP2 look for them
             self.model = run.load_model(partial(shard_fully, mesh=mesh)).to(run.device)
             run.print0(str(self.model))
         else:
             self.model = run.load_model()
         self.called = self.model
         if strategy in ("ddp", "zero1"):
-            self.called = DistributedDataParallel(self.model, process_group=self.group)
+            once = {"gradient_as_bucket_view": True}  # else it has all gradients twice
+            self.called = DistributedDataParallel(self.model, process_group=self.group, **once)
 
     def step(self, batch):
         """`forward_backward`, and then the gradients are averages."""
@@ -187,34 +188,37 @@ STRATEGIES = "by-hand", "ddp", "zero1", "fsdp2"
 
 def setup(rank, world_size, backend, port=11868):
     """Join the other processes of this machine."""
+    print(f"Starting worker {rank}/{world_size} with master address localhost:{port}", flush=True)
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
     dist.init_process_group(backend, rank=rank, world_size=world_size)
 
 
 def compute_gradients(rank, world_size, backend, port, load_model, batches, folder):
     """What each process does: its averaged gradients become a file."""
     setup(rank, world_size, backend, port)
-    device = torch.device("cuda" if backend == "nccl" else "cpu", rank)
+    device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
     mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=("dp",))
     model, batch = load_model(device), [tensor.to(device) for tensor in batches[rank]]
     forward_backward(model, batch, group_of_axis(mesh))
     average_gradients(model, mesh)
     grads = {name: parameter.grad for name, parameter in model.named_parameters()}
-    save_file(grads, folder / f"model{rank}_gradients.safetensors")
+    save_file(grads, f"{folder}/model{rank}_gradients.safetensors")
     dist.destroy_process_group()
 
 
 def compare_processes(run, number, train_data, batch_size, collate):
     """Start so many, and hold their files against each other and the single rank's gradients."""
     loaders = [partition_dataset(r, number, train_data, batch_size, collate) for r in range(number)]
-    batches = [next(iter(loader)) for loader in loaders]
-    whole = [torch.cat(tensors).to(run.device) for tensors in zip(*batches, strict=True)]
-    reference, backend = Reference(run, whole), "nccl" if run.device.type == "cuda" else "gloo"
+    batches = [next(iter(loader), collate([])) for loader in loaders]
+    reference = Reference(run, [tensor.to(run.device) for tensor in join(batches)])
+    backend = "nccl" if run.device.type == "cuda" else "gloo"
     load_model, model = partial(run.source.load_model, run.dtype), run.load_model()
     with tempfile.TemporaryDirectory() as folder:
-        args = number, backend, get_free_port(), load_model, batches, Path(folder)
+        args = number, backend, get_free_port(), load_model, batches, folder
         multiprocessing.spawn(compute_gradients, args, number)
-        files = [load_file(path) for path in sorted(Path(folder).iterdir())]
+        files = [load_file(f"{folder}/model{rank}_gradients.safetensors") for rank in range(number)]
     for rank, grads in enumerate(files):
         pairs = [(grads[name], grad) for name, grad in files[0].items()]
         run.check(f"process {rank}: the gradients' bits are process 0's", pairs, tolerance=0.0)
@@ -232,33 +236,26 @@ def main():
     add("--strategy", choices=["all", *STRATEGIES], default="all", help="default all of them")
     add("--batch-size", type=positive, default=8, help="sequences, of all ranks; default 8")
     add("--seq-len", type=positive, default=64, help="tokens of the longest; default 64")
-    add("--num-sequences", type=positive, default=40, help="7 of 10 to train on, 2 to validate; "
-        "default 40")  # fmt: skip
+    add("--num-sequences", type=positive, default=40, help="7 of 10 to train on; default 40")
     add("--epochs", type=natural, default=2, help="of training, after the checks; default 2")
     add("--lr", type=rate, default=1e-4, help="AdamW's learning rate; default 1e-4")
-    add("--spawn", type=positive, metavar="N", help="in place of all that: start N processes, "
-        "without torchrun, and compare their gradients; default none")  # fmt: skip
-    add("--estimate", action="store_true", help="say what memory the model wants, and stop; "
-        "default no")  # fmt: skip
+    add("--spawn", type=positive, help="so many processes, and compare their gradients; default 0")
+    add("--estimate", action="store_true", help="say what memory it wants, and stop; default no")
     start(parser.parse_args(), show)
 
 
 def show(run, args):
     """All checks of each strategy, and its training."""
     run.mark, P, B, S = "D", run.world_size, args.batch_size, args.seq_len
-    meet = [os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT") if name in os.environ]
-    address = ":".join(meet) or "none"
-    run.print_in_order(f"Starting worker {run.rank}/{P} with master address {address}")
     estimate(run, B, S)
     if args.estimate:
         return
-    ranks = args.spawn or P
-    if ranks > B:
+    if B < (ranks := args.spawn or P):  # noqa: SIM300
         raise UserError(f"--batch-size {B}: fewer sequences than {ranks} ranks")
     if args.spawn and P > 1:
         raise UserError("--spawn starts processes itself: without torchrun")
-    if run.device.type == "cuda" and args.spawn and args.spawn > torch.cuda.device_count():
-        raise UserError(f"--spawn {args.spawn}: more than there are GPUs; use --device cpu")
+    if args.spawn and run.device.type == "cuda" and ranks > torch.cuda.device_count():
+        raise UserError(f"--spawn {ranks}: more than there are GPUs; use --device cpu")
     data, collate = DataPartitioner(read_samples(run, args.num_sequences, S)), partial(pad, size=S)
     parts = [data.use(i) for i in range(2)]
     if not all(map(len, parts)):
@@ -266,30 +263,34 @@ def show(run, args):
                         f"{len(parts[1])} to validate; each needs one")  # fmt: skip
     if args.spawn:
         return compare_processes(run, args.spawn, parts[0], B, collate)
+    print_workers(run)
     loaders = [partition_dataset(run.rank, P, part, B, collate) for part in parts]
-    check_partitions(run, parts[0], loaders[0].dataset)
     mesh, batches = run.mesh("dp"), [Batches(run, loader, collate) for loader in loaders]
-    first, last = next(iter(batches[0])), list(batches[0])[-1]
-    rows, whole = gather_batch(run, last)  # ranks may have unequal numbers of sequences, or none
+    check_partitions(run, parts, batches)
+    *_, last = batches[0]  # of which ranks may have unequal numbers of sequences, or none
+    mine, whole = gather_batch(run, last)
     reference = Reference(run, whole)
+    expected = expect_training(run, reference, batches, args.epochs, args.lr)
     for strategy in STRATEGIES if args.strategy == "all" else [args.strategy]:
-        replica, whole = Replica(run, strategy, mesh), () if strategy == "fsdp2" else ("",)
-        run.check_weights(strategy, replica.model, reference.models, whole=whole)
+        replica, unsplit = Replica(run, strategy, mesh), () if strategy == "fsdp2" else ("",)
+        run.check_weights(strategy, replica.model, reference.models, whole=unsplit)
         if strategy == "by-hand":
-            check_average(run, replica, first)
+            check_average(run, replica, next(iter(batches[0])))
         step, embedding = partial(replica.step, last), replica.model.model.embed_tokens
         optimizer = partial(replica.optimizer, kind=torch.optim.SGD)
-        reference.check_step(run, strategy, replica.model, step, embedding, rows, P, optimizer)
-        train(run, strategy, replica, batches, args.epochs, args.lr)
+        reference.check_step(run, strategy, replica.model, step, embedding,
+                             rows=mine, times=P, optimizer=optimizer)  # fmt: skip
+        if args.epochs:
+            train(run, strategy, replica, batches, args.epochs, args.lr, expected, reference.own)
+        del replica, step, embedding, optimizer  # before the next one's
 
 
 def check_average(run, replica, batch):
     """Before the average, each rank's gradients are its own; after it, all have the same bits."""
     forward_backward(replica.model, batch, replica.group)
     grads = [parameter.grad for parameter in replica.model.parameters()]
-    hashes = run.gather_objects(fingerprint(grads) if (batch[2] != -100).any() else None)
-    own = [one for one in hashes if one]
-    same = torch.tensor(float(len(own) - len(set(own))))
+    samples, own = (len(set(run.gather_objects(fingerprint(of)))) for of in (batch, grads))
+    same = torch.tensor(float(samples - own))
     run.check("by-hand: ranks with the same gradients before the average", [(same, 0 * same)], 0.0)
     average_gradients(replica.model, replica.mesh)
     check_copies(run, "by-hand: copies of a gradient, averaged", replica.model, lambda p: p.grad)

@@ -777,7 +777,7 @@ BUGS = {
     ),
     "DDP is left out": (
         "data_parallel --strategy ddp", 2, "data_parallel.py",
-        "DistributedDataParallel(self.model, process_group=self.group)", "self.model",
+        "DistributedDataParallel(self.model, process_group=self.group, **once)", "self.model",
         "ddp: gradients",
     ),
     "ZeRO's ranks do not tell": (

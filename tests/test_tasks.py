@@ -22,7 +22,7 @@ QUICK = {
     "ulysses_forward": ["--repeats", 1, "--new-tokens", 6],
     "pipeline_threads": ["--batch-size", 5, "--seq-len", 19, "--repeats", 1],
     "pipeline_llama": ["--batch-size", 6, "--microbatches", 3, "--seq-len", 19],
-    "data_parallel": ["--batch-size", 5, "--seq-len", 19, "--num-sequences", 19, "--epochs", 1],
+    "data_parallel": ["--batch-size", 7, "--seq-len", 19, "--num-sequences", 19, "--epochs", 1],
 }
 WHOLE_MODEL = "tp_llama", "dtensor_llama", "ulysses_forward"
 LITERAL = "tp_mlp", "tp_attention", "dtensor_llama"  # where the assignment asserts it

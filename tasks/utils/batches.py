@@ -5,14 +5,20 @@ from itertools import chain, islice, repeat
 
 import torch
 
+from utils.errors import UserError
 from utils.text import load_sequences
 
 
 def read_samples(run, count, seq_len):
-    """So many pieces of text on all ranks, 1-D tensors of seq_len / 2 to seq_len tokens."""
+    """So many pieces of text on all ranks, 1-D tensors of seq_len / 2 to seq_len tokens.
+
+    UserError for seq_len below 3: of two tokens, some gradients are 0, and there is only rounding.
+    """
+    if seq_len < 3:
+        raise UserError(f"--seq-len {seq_len}: too short to compare, use 3 or more")
     ids = load_sequences(run, None, count, seq_len).cpu()
     generator = torch.Generator().manual_seed(run.seed)
-    lengths = torch.randint(max(2, seq_len // 2), seq_len + 1, (count,), generator=generator)
+    lengths = torch.randint(max(3, seq_len // 2), seq_len + 1, (count,), generator=generator)
     return [row[:length] for row, length in zip(ids, lengths.tolist(), strict=True)]
 
 
@@ -47,18 +53,28 @@ class Batches:
             yield [tensor.to(self.device) for tensor in batch]
 
 
+def join(batches):
+    """Batches as one, without the rows that have no label."""
+    kept = [[tensor[(labels != -100).any(1)] for tensor in (ids, mask, labels)]
+            for ids, mask, labels in batches]  # fmt: skip
+    return [torch.cat(tensors) for tensors in zip(*kept, strict=True)]
+
+
 def gather_batch(run, batch):
-    """The ranks' batches as one, on all ranks, and a slice: which of its rows are this rank's."""
-    rows = (batch[2] != -100).any(1)
-    everyone = run.gather_objects([tensor[rows].cpu() for tensor in batch])
-    first = sum(len(ids) for ids, *_ in everyone[: run.rank])
-    whole = [torch.cat(tensors).to(run.device) for tensors in zip(*everyone, strict=True)]
-    return slice(first, first + int(rows.sum())), whole
+    """The ranks' batches as one, and before it a slice: which of its rows are this rank's."""
+    everyone = run.gather_objects([tensor.cpu() for tensor in batch])
+    first, stop = (sum(map(len, join(everyone[: run.rank + i])[:1])) for i in (0, 1))
+    return slice(first, stop), [tensor.to(run.device) for tensor in join(everyone)]
 
 
-def check_partitions(run, data, mine):
-    """The ranks' samples are those of `data`, each as often, by value; `mine` are this rank's."""
-    everyone = run.gather_objects([tuple(sample.tolist()) for sample in mine])
-    whole, dealt = Counter(tuple(sample.tolist()) for sample in data), Counter(chain(*everyone))
-    wrong = torch.tensor(float(((whole - dealt) + (dealt - whole)).total()))
-    run.check("samples that are missing, or on two ranks", [(wrong, 0 * wrong)], tolerance=0.0)
+def check_partitions(run, parts, batches):
+    """What the ranks' batches have are the samples of each part, each as often, by value."""
+    name = "samples that are missing, or on two ranks"
+    for part, of_part in zip(parts, batches, strict=True):
+        ids, mask, _ = join(list(of_part))
+        mine = [tuple(row[: n.sum()].tolist()) for row, n in zip(ids, mask, strict=True)]
+        dealt = Counter(chain(*run.gather_objects(mine)))
+        whole = Counter(tuple(sample.tolist()) for sample in part)
+        wrong = torch.tensor(float(((whole - dealt) + (dealt - whole)).total()))
+        run.compare(name, [(wrong, 0 * wrong)], tolerance=0.0)
+    run.check(name)

@@ -1,19 +1,24 @@
 """Training by epochs, of ranks that each have other samples: what it prints, and its memory."""
 
+import math
+import os
 import statistics
 import time
 from functools import partial
+from itertools import chain
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
+from utils.batches import gather_batch
 from utils.measure import peak_memory
-from utils.model_checks import number_of_parameters, token_losses
+from utils.model_checks import number_of_parameters, plain_loss, token_losses
 from utils.shards import local_part
 from utils.step_checks import check_copies, sum_of_parts
+from utils.wider import WIDER, wider_copy
 
-WHOLE = {  # of parameters, gradients, Adam's two states: does each rank have all of them?
+COPIED = {  # whether each rank has all parameters, all gradients, and both of all Adam's states
     "by-hand": (True, True, True), "ddp": (True, True, True),
     "zero1": (True, True, False), "fsdp2": (False, False, False),
 }  # fmt: skip
@@ -22,9 +27,9 @@ WHOLE = {  # of parameters, gradients, Adam's two states: does each rank have al
 def estimate(run, batch_size, seq_len):
     """Print and check the number of parameters; print, in closed form, the memory of a step.
 
-    Weights, gradients and Adam's two states are 4 numbers a parameter. Activations, and as much
-    again for their gradients, are 2 V + L (6 H + N S) numbers a token, of N heads: with attention's
-    scores, which fused kernels do not keep, and without what is inside the MLP.
+    An article's formula: 4 numbers a parameter, for weights, gradients and Adam's two states; for
+    activations, and as much again for their gradients, 2 V + L (6 H + N S) numbers a token. It has
+    the scores of N heads, which fused kernels do not keep, and nothing of what is in the MLP.
     """
     c, count = run.source.config, number_of_parameters(run.source)
     V, H, L, M = c.vocab_size, c.hidden_size, c.num_hidden_layers, c.intermediate_size
@@ -38,23 +43,60 @@ def estimate(run, batch_size, seq_len):
     tokens, gb, P = batch_size * seq_len, run.dtype.itemsize / 1e9, run.world_size
     activations = 2 * tokens * (2 * V + L * (6 * H + c.num_attention_heads * seq_len))
     total = (4 * count + activations) * gb
-    run.print0(f"closed form of a step's memory, {batch_size} x {seq_len} tokens: {total:.2f} GB "
-               f"on one rank, {activations * gb:.2f} of it activations")  # fmt: skip
+    run.print0(f"an article's formula for a step's memory, {batch_size} x {seq_len} tokens: "
+               f"{total:.2f} GB on one rank, {activations * gb:.2f} of it activations and their "
+               "gradients")  # fmt: skip
     if P > 1:
         each = []
-        for strategy, whole in WHOLE.items():
+        for strategy, whole in COPIED.items():
             shares = [1 if all_of_it else 1 / P for all_of_it in whole]
             numbers = shares[0] + shares[1] + 2 * shares[2]
             each.append(f"{strategy} {(numbers * count + activations / P) * gb:.2f}")
         run.print0(f"on each of {P} ranks, GB: {', '.join(each)}")
 
 
-def train(run, strategy, replica, batches, epochs, lr):
+def print_workers(run):
+    """Who is who, and where they meet; nowhere without torchrun."""
+    meet = [os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT") if name in os.environ]
+    address = ":".join(meet) or "none"
+    run.print_in_order(f"Starting worker {run.rank}/{run.world_size} with master address {address}")
+
+
+def expect_training(run, reference, batches, epochs, lr):
+    """The references' losses, of each step and of each epoch's validation, on the ranks' batches.
+
+    reference: a `step_checks.Reference`. None where its three steps are not compared, either.
+    """
+    if not epochs or not reference.three:
+        return None
+    steps, validation = ([gather_batch(run, batch)[1] for batch in each] for each in batches)
+
+    def curve(model):
+        optimizer, losses = torch.optim.AdamW(model.parameters(), lr), []
+        for _ in range(epochs):
+            for ids, mask, labels in steps:
+                optimizer.zero_grad()
+                loss = plain_loss(model, labels, input_ids=ids, attention_mask=mask)
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.detach())
+            ids, mask, labels = map(torch.cat, zip(*validation, strict=True))
+            with torch.no_grad():
+                losses.append(plain_loss(model, labels, input_ids=ids, attention_mask=mask))
+        return [torch.stack(losses)]
+
+    model = run.load_reference()
+    wide = [wider_copy(model)] if model and run.dtype in WIDER else []
+    return run.expect(curve, [model, *wide] if model else [])[0]
+
+
+def train(run, strategy, replica, batches, epochs, lr, expected=None, own=0.0):
     """So many epochs of AdamW; time, throughput, losses, and memory, which is checked.
 
     replica: `step(batch)` fills in the gradients and returns this rank's part of the loss first;
     `optimizer(parameters, kind, ...)`, `logits(ids, mask)`, and `model`, which has the parameters.
-    batches: to train on, and to validate with.
+    batches: to train on, and to validate with. expected, own: the references' losses, and their
+    error at least, see `Run.compare`.
     """
     optimizer = replica.optimizer(replica.model.parameters(), torch.optim.AdamW, lr=lr)
     activations = bytes_kept(replica.model, partial(replica.step, next(iter(batches[0]))))
@@ -72,6 +114,10 @@ def train(run, strategy, replica, batches, epochs, lr):
             records.append(run.gather_objects(mine))
 
     peaks = peak_memory(run, all_epochs)
+    if expected:
+        of_epochs = (ranks[0]["losses"] + [ranks[0]["validation_loss"]] for ranks in records)
+        losses = expected[0].new_tensor(list(chain(*of_epochs)))
+        run.check(f"{strategy}: losses of the training", [(losses, *expected)], own=own)
     check_copies(run, f"{strategy}: copies of a parameter, trained", replica.model)
     check_memory(run, strategy, replica.model, optimizer, activations)
     counted = records[1:] or records  # the first epoch warms up
@@ -147,14 +193,22 @@ def bytes_held(model, optimizer):
 
 
 def check_memory(run, strategy, model, optimizer, activations):
-    """What the strategy splits is on one rank each, and all else on every rank, to the byte."""
-    everyone = run.gather_objects([*bytes_held(model, optimizer), activations])
+    """What a strategy splits is on one rank each, all else on every rank, to the byte.
+
+    And no rank has more of it than its share and a parameter: ZeRO-1 deals whole ones.
+    """
+    held = bytes_held(model, optimizer)
+    everyone, P = run.gather_objects([*held, activations]), run.world_size
     weights = number_of_parameters(run.source) * run.dtype.itemsize
-    copies = [run.world_size if whole else 1 for whole in WHOLE[strategy]]
-    expected = [weights * n * c for n, c in zip((1, 1, 2), copies, strict=True)]
-    actual = [sum(column) for column in zip(*everyone, strict=True)][:3]
-    pair = [torch.tensor(numbers, dtype=torch.float64) for numbers in (actual, expected)]
-    run.check(f"{strategy}: bytes of weights, gradients, states, on all ranks", [pair], 0.0)
+    largest = max(map(math.prod, run.source.shapes.values())) * run.dtype.itemsize
+    kinds = list(zip((1, 1, 2), COPIED[strategy], strict=True))
+    actual = [sum(column) for column in zip(*everyone, strict=True)]
+    expected = [weights * n * (P if copied else 1) for n, copied in kinds]
+    most = [n * (weights if copied else weights / P + largest) for n, copied in kinds]
+    above = [max(0, mine - limit) for mine, limit in zip(held, most, strict=True)]
+    pairs = [(actual[:3], expected), (above, [0, 0, 0])]
+    pairs = [[torch.tensor(of, dtype=torch.float64) for of in pair] for pair in pairs]
+    run.check(f"{strategy}: bytes of weights, gradients, states, on all ranks", pairs, 0.0)
     for rank, numbers in enumerate(everyone):
         mib = [f"{number / 2**20:.2f}" for number in numbers]
         run.print0(f"memory, MiB (rank={rank}): weights {mib[0]}, gradients {mib[1]}, Adam's "

@@ -1,5 +1,7 @@
 """Hugging Face's Llama has float32 parts whatever its dtype; here they are made float64, too."""
 
+from functools import cache
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -16,11 +18,10 @@ def compute_in_float64(model):
         parent = model.get_submodule(name.rpartition(".")[0])
         if type(module).__name__ == "LlamaRMSNorm":
             x = torch.linspace(-1, 1, len(module.weight), dtype=torch.float64)
-            args = {"weight": x + 2}, x * torch.tensor([[1.0], [1e-3]])
-            before = functional_call(module, *args)
-            # It stays the module that it is, which FSDP2, say, may know.
-            module.__class__ = type("RMSNorm64", (RMSNorm64, type(module)), {})
-            same_function(module, functional_call(module, *args), before)
+            weights, x = {"weight": x + 2}, x * torch.tensor([[1.0], [1e-3]])
+            before = functional_call(module, weights, x)
+            module.__class__ = in_float64(type(module))  # the same module, which FSDP2 may know
+            same_function(module, functional_call(module, weights, x), before)
         elif type(module).__name__ == "LlamaRotaryEmbedding" and not isinstance(parent, Rotary64):
             rotary = Rotary64(module)
             if module.inv_freq.device.type != "meta":
@@ -37,7 +38,7 @@ def same_function(module, ours, theirs):
     Else a mistake here would be in all float64 results alike; and in float32, where the tolerance
     comes from the distance to float64, it would allow everything.
     """
-    if (ours - theirs).abs().max() > 1e-4 * theirs.abs().max():
+    if not (ours - theirs).abs().max() <= 1e-4 * theirs.abs().max():  # a NaN is none
         raise RuntimeError(f"{type(module).__name__}: in float64 it is another function")
 
 
@@ -45,7 +46,12 @@ class RMSNorm64:
     """What is LlamaRMSNorm's own, with its mean and root in float64."""
 
     def forward(self, x):
-        return F.rms_norm(x, self.weight.shape, self.weight, self.variance_epsilon)
+        return F.rms_norm(x, x.shape[-1:], self.weight, self.variance_epsilon)
+
+
+@cache
+def in_float64(kind):
+    return type("RMSNorm64", (RMSNorm64, kind), {})
 
 
 class Rotary64(nn.Module):
