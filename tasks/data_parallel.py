@@ -175,7 +175,7 @@ class Replica:
             self.model.reshard()  # else embedding and head stay whole until a backward
         return logits
 
-    def optimizer(self, parameters, kind, **settings):
+    def optimizer(self, parameters, kind=torch.optim.SGD, **settings):
         if self.strategy == "zero1":
             return ZeroRedundancyOptimizer(parameters, kind, self.group, **settings)
         return kind(parameters, **settings)
@@ -277,12 +277,11 @@ def show(run, args):
         if strategy == "by-hand":
             check_average(run, replica, next(iter(batches[0])))
         step, embedding = partial(replica.step, last), replica.model.model.embed_tokens
-        optimizer = partial(replica.optimizer, kind=torch.optim.SGD)
         reference.check_step(run, strategy, replica.model, step, embedding,
-                             rows=mine, times=P, optimizer=optimizer)  # fmt: skip
+                             rows=mine, times=P, optimizer=replica.optimizer)  # fmt: skip
         if args.epochs:
             train(run, strategy, replica, batches, args.epochs, args.lr, expected, reference.own)
-        del replica, step, embedding, optimizer  # before the next one's
+        del replica, step, embedding  # before the next one's
 
 
 def check_average(run, replica, batch):

@@ -792,6 +792,14 @@ BUGS = {
         "return ZeroRedundancyOptimizer(parameters, kind, self.group, **settings)",
         "pass", "zero1: bytes",
     ),
+    "gradients add up over the steps": (
+        "data_parallel --strategy by-hand", 2, "epochs.py",
+        "        optimizer.zero_grad()\n        part", "        part", "losses of the training",
+    ),
+    "each rank validates for itself": (
+        "data_parallel --strategy ddp", 2, "epochs.py", "run.gather(sums).sum(0)", "sums",
+        "losses of the training",
+    ),
     "FSDP2 forgets the embedding": (
         "data_parallel --strategy fsdp2", 2, "data_parallel.py",
         "    fully_shard(model, mesh=mesh)\n", "", "none whole that should be split",
