@@ -768,6 +768,11 @@ BUGS = {
         "data_parallel --strategy by-hand", 2, "batches.py",
         "self.loader, self.device, self.nothing = loader,",
         "self.loader, self.device, self.nothing = run.gather_objects(list(loader))[0],",
+        "samples that",
+    ),
+    "gradients are summed before their time": (
+        "data_parallel --strategy by-hand", 2, "data_parallel.py", "* part).backward()",
+        "* part).backward()\n    [all_reduce_(p.grad, group) for p in model.parameters()]",
         "same gradients before",
     ),
     "each rank has a mean of its own": (
