@@ -25,7 +25,7 @@ JOBS = {
     **{script: [*SHORT, "--seq-len", 32] for script in WHOLE_MODEL},
     "kv_cache": SHORT,
     "pipeline_llama": ["--batch-size", 4, "--microbatches", 2, "--seq-len", 24],
-    "data_parallel": "--batch-size 4 --num-sequences 10 --seq-len 19 --epochs 0".split(),
+    "data_parallel": ["--batch-size", 4, "--num-sequences", 10, "--seq-len", 19, "--epochs", 0],
     **{f"ulysses_finetune {peft}": [*STEP, peft] for peft in ("prompt", "lora", "none")},
 }
 del JOBS["ulysses_finetune"]
