@@ -256,8 +256,8 @@ def show(run, args):
         raise UserError("--spawn starts processes itself: without torchrun")
     if args.spawn and run.device.type == "cuda" and ranks > torch.cuda.device_count():
         raise UserError(f"--spawn {ranks}: more than there are GPUs; use --device cpu")
-    data, collate = DataPartitioner(read_samples(run, args.num_sequences, S)), partial(pad, size=S)
-    parts = [data.use(i) for i in range(2)]
+    data, collate = read_samples(run, args.num_sequences, S), partial(pad, size=S)
+    parts = [DataPartitioner(data).use(i) for i in range(2)]
     if not all(map(len, parts)):
         raise UserError(f"--num-sequences {args.num_sequences}: {len(parts[0])} to train on and "
                         f"{len(parts[1])} to validate; each needs one")  # fmt: skip
@@ -266,7 +266,7 @@ def show(run, args):
     print_workers(run)
     loaders = [partition_dataset(run.rank, P, part, B, collate) for part in parts]
     mesh, batches = run.mesh("dp"), [Batches(run, loader, collate) for loader in loaders]
-    check_partitions(run, parts, batches)
+    check_partitions(run, data, parts, batches)
     *_, last = batches[0]  # of which ranks may have unequal numbers of sequences, or none
     mine, whole = gather_batch(run, last)
     reference = Reference(run, whole)

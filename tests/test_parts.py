@@ -2,6 +2,7 @@
 
 import ast
 import ctypes
+import errno
 import itertools
 import json
 import os
@@ -302,6 +303,9 @@ SHORT_OF_MEMORY = [
     RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
     RuntimeError("ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\n"
                  "Failed to CUDA calloc 536870912 bytes"),
+    OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)),
+    RuntimeError("unable to mmap 538090408 bytes from file <m.safetensors>: Cannot allocate memory "
+                 "(12)"),
     "error: 532 positions do not fit: out of memory (std::bad_alloc)",
 ]  # fmt: skip
 OTHER_ERRORS = [

@@ -722,6 +722,10 @@ BUGS = {
         "all_reduce_(weights[0].grad.mul_(1 + 1e-7 * ends.rank()), ends)\n"
         "        weights[0].grad.mul_(1 + 1e-7 * ends.rank())", "copies of a parameter",
     ),
+    "under a budget no step is taken": (
+        "pipeline_llama --memory-budget 4", 2, "pipeline_llama.py",
+        "        optimizer.step()\n    run", "    run", "below the first",
+    ),
     "a stage's optimizer takes its own steps": (
         "pipeline_llama --schedule interleaved --stages-per-rank 1", 2, "step_checks.py",
         "        step()\n        optimizer.step()",
@@ -751,6 +755,10 @@ BUGS = {
     "a remainder is lost": (
         "data_parallel", 3, "data_parallel.py", "round(share * len(data))",
         "int(share * (len(data) - 1))", "samples that",
+    ),
+    "it validates on what it trains on": (
+        "data_parallel", 2, "data_parallel.py", "DataPartitioner(data).use(i)",
+        "DataPartitioner(data).use(0)", "samples that",
     ),
     "each rank shuffles in its own way": (
         "data_parallel", 2, "data_parallel.py", "random.Random(seed)",

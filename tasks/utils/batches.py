@@ -67,14 +67,21 @@ def gather_batch(run, batch):
     return slice(first, stop), [tensor.to(run.device) for tensor in join(everyone)]
 
 
-def check_partitions(run, parts, batches):
-    """What the ranks' batches have are the samples of each part, each as often, by value."""
-    name = "samples that are missing, or on two ranks"
+def check_partitions(run, data, parts, batches):
+    """What the ranks' batches have are the samples of each part, each as often, by value.
+
+    And the parts, to train on and to validate with, have no sample of `data` in common.
+    """
+    name, taken = "samples that are missing, or dealt twice", Counter()
     for part, of_part in zip(parts, batches, strict=True):
         ids, mask, _ = join(list(of_part))
         mine = [tuple(row[: n.sum()].tolist()) for row, n in zip(ids, mask, strict=True)]
         dealt = Counter(chain(*run.gather_objects(mine)))
         whole = Counter(tuple(sample.tolist()) for sample in part)
+        taken += whole
         wrong = torch.tensor(float(((whole - dealt) + (dealt - whole)).total()))
         run.compare(name, [(wrong, 0 * wrong)], tolerance=0.0)
+    twice = taken - Counter(tuple(sample.tolist()) for sample in data)
+    wrong = torch.tensor(float(twice.total()))
+    run.compare(name, [(wrong, 0 * wrong)], tolerance=0.0)
     run.check(name)

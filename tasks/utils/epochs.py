@@ -159,8 +159,8 @@ def validate(run, replica, batches):
 
 
 def mean_and_deviation(values, form):
-    spread = statistics.stdev(values) if len(values) > 1 else 0.0
-    return f"{statistics.mean(values):{form}} +- {spread:{form}}"
+    spread = f" +- {statistics.stdev(values):{form}}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):{form}}{spread}"
 
 
 # ---------------------------------------------------------------- memory

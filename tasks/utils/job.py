@@ -159,8 +159,12 @@ class Run(Comparison):
             dist.barrier()
 
     def show(self, kind, reference, actual):
-        """Print `... kind (rank=r): tensor([first, ..., last])` of the reference and every rank."""
-        self.show_texts(kind, brief(reference), brief(actual))
+        """Print `... kind (rank=r): tensor([first, ..., last])` of the reference and every rank.
+
+        actual: None where another rank has it.
+        """
+        mine = "another rank has it" if actual is None else brief(actual)
+        self.show_texts(kind, brief(reference), mine)
 
     def show_as_asked(self, title, kind, reference, actual):
         """Print both as the assignment does, and run its own assertion: `check_allclose`.

@@ -156,9 +156,11 @@ def limited_memory(device, budget):
 
 
 # What allocators say when memory is short: PyTorch's on CUDA and on the CPU, and of a size beyond
-# 64 bits; C++'s, oneDNN's (seen with little memory left), cuBLAS's and NCCL's.
+# 64 bits; C++'s, oneDNN's (seen with little memory left), cuBLAS's and NCCL's; the system's, of a
+# file that it cannot map.
 SHORT_OF_MEMORY = re.compile(
     r"\bout of memory\b|DefaultCPUAllocator: (can't allocate|not enough) memory"
+    r"|\bCannot allocate memory\b"
     r"|Storage size calculation overflowed|std::bad_alloc"
     r"|could not create a (memory object|primitive)(?! descriptor)"
     r"|CUBLAS_STATUS_ALLOC_FAILED|Failed to CUDA calloc",

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from utils import smollm2
 from utils.errors import UserError
 from utils.float64 import compute_in_float64
+from utils.measure import is_for_memory
 from utils.presets import PRESETS
 from utils.shards import shard_of
 
@@ -317,6 +318,8 @@ def read_header(path):
         said = "cannot be read" if path.exists() else "missing"
         raise UserError(f"{path}: {said}") from None
     except Exception as error:
+        if is_for_memory(error):
+            raise
         raise UserError(f"{path}: damaged safetensors file ({error})") from None
     for name, dtype in dtypes.items():
         if dtype not in ("F64", "F32", "F16", "BF16"):

@@ -89,7 +89,9 @@ class Reference:
         logits = None if logits is None or not number else logits[:number]
         pairs = [] if logits is None else [(blank(logits, mask), *(x[rows] for x in self.logits))]
         end = 0, int(self.mask[0].nonzero()[-1])
-        run.show("outputs", self.logits[0][end], of_any(run, logits, end))
+        first = number > 0 and not rows.start  # of the batch's rows the one that is shown
+        mine = logits[end] if first and logits is not None else None
+        run.show("outputs", self.logits[0][end], mine)
         run.check(f"{name}: logits", pairs)
         loss = sum_of_parts(run, loss).to(self.loss[0].dtype)
         run.show("loss", self.loss[0], loss)
@@ -100,7 +102,8 @@ class Reference:
             pieces.insert(0, torch.zeros_like(y) if y.grad is None else y.grad / times)
             grad = torch.cat(pieces)
         pairs = [] if grad is None else [(grad, *(x[rows] for x in self.input_grad))]
-        run.show("input grad", self.input_grad[0][0], of_any(run, grad, 0))
+        mine = grad[0] if first and grad is not None else None
+        run.show("input grad", self.input_grad[0][0], mine)
         run.check(f"{name}: input embeddings grad", pairs)
         self.compare_gradients(run, name, module)
         before = three_steps(parameters, step, optimizer)
@@ -122,12 +125,6 @@ class Reference:
 def sum_of_parts(run, loss):
     """The loss, float64, of which each rank has a part, a tensor or a number."""
     return run.gather(torch.as_tensor(loss, dtype=torch.float64, device=run.device)).sum()
-
-
-def of_any(run, tensor, part):
-    """A part of a tensor of which one rank has all, and the others None."""
-    found = run.gather_objects(None if tensor is None else tensor[part].cpu())
-    return next(one for one in found if one is not None)
 
 
 def check_copies(run, title, module, value=lambda parameter: parameter):

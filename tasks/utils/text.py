@@ -76,7 +76,8 @@ def find_text(where, source, needed, seed):
 def own_text(needed, seed):
     """Stories that the project writes, enough of them; a token has fewer than 8 characters."""
     if needed > 10**8:
-        raise UserError(f"{needed} tokens are more than the project writes: give a --text")
+        raise UserError(f"{needed} tokens are more than the project writes: take fewer, or a text "
+                        "of your own")  # fmt: skip
     sys.path.insert(0, str(TINY))
     from corpus import text
 
