@@ -57,6 +57,14 @@ TASK = {
         ("the bits of gradients, averaged, and parameters", "copies of"),
         ("bytes of weights, gradients, states", ": bytes of weights"),
     ]),
+    "pretrain_2d": ("Pretraining", 4, ["--dp", "2", "--tp", "2"], [
+        ("every shard a slice of the whole, and none the whole", "weights, "),
+        ("loss of the first step", "^loss of the first step$"),
+        ("gradients of all weights", "^gradients of the first step"),
+        ("losses of ten steps of AdamW", "^losses of"),
+        ("norms of all gradients, over both axes", "^norms of"),
+        ("learning rates", "^learning rates"),
+    ]),
     "pipeline_threads": ("Threads", 1, [], [
         *STEP, ("the bits of one microbatch after another", "one microbatch after another"),
     ]),

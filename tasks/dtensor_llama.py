@@ -92,6 +92,8 @@ class VocabularyRows(ParallelStyle):
     all V rows on every rank, (V, H); here a rank makes that of its own, (V/P, H).
     """
 
+    sum = staticmethod(everywhere)
+
     def _apply(self, module, mesh):
         rows = distribute_tensor(module.weight, mesh, [Shard(0)])
         module.weight = nn.Parameter(rows, requires_grad=module.weight.requires_grad)
@@ -102,7 +104,7 @@ class VocabularyRows(ParallelStyle):
         def forward(ids):
             weight = module.weight.to_local(grad_placements=[Shard(0)])
             rows = local_rows(ids, weight, first, tokens, module.padding_idx)
-            return everywhere(DTensor.from_local(rows, mesh, [Partial()]))
+            return self.sum(DTensor.from_local(rows, mesh, [Partial()]))
 
         module.forward = forward
         return module

@@ -55,6 +55,7 @@ def arguments(script, odd_llama):
         "pipeline_threads": ["--batch-size", 5, "--seq-len", 19, "--repeats", 0],
         "pipeline_llama": ["--batch-size", 3, "--microbatches", 3, "--seq-len", 19],
         "data_parallel": ["--batch-size", 5, "--seq-len", 19, "--num-sequences", 17, "--epochs", 1],
+        "pretrain_2d": ["--batch-size", 4, "--seq-len", 15, "--num-documents", 40, "--steps", 6],
     }
     return ["--model", odd_llama, *flags.get(script, [])]
 
@@ -816,6 +817,54 @@ BUGS = {
     "FSDP2 forgets the embedding": (
         "data_parallel --strategy fsdp2", 2, "data_parallel.py",
         "    fully_shard(model, mesh=mesh)\n", "", "none whole that should be split",
+    ),
+    "a norm's gradient is one rank's": (
+        "pretrain_2d", 2, "pretrain_2d.py",
+        "parameter.grad.redistribute(placements=parameter.placements)",
+        "type(parameter.data)(\n            parameter.grad.to_local(), parameter.data._spec, "
+        "requires_grad=False)", "gradients of the first step",
+    ),
+    "a head's gradient is one rank's": (
+        "pretrain_2d", 2, "pretrain_2d.py", "y.to_local(grad_placements=[Partial()])",
+        "y.to_local(grad_placements=[WHOLE])", "gradients of the first step",
+    ),
+    "a rank takes its neighbour's KV head": (
+        "pretrain_2d", 2, "pretrain_2d.py", "[h * K // N for h in", "[h % K for h in", "loss of",
+    ),
+    "gradients are cut by each rank's own norm": (
+        "pretrain_2d", 2, "pretrain_2d.py",
+        "norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip)",
+        "norm = torch.nn.utils.get_total_norm([p.grad.to_local() for p in model.parameters()])\n"
+        "        torch.nn.utils.clip_grads_with_norm_(model.parameters(), clip, norm)\n"
+        "        norm.full_tensor = lambda: norm", "losses of|norms of",
+    ),
+    "the sampler deals to all ranks": (
+        "pretrain_2d", 2, "pretrain_2d.py",
+        'P, rank = mesh["dp"].size(), mesh["dp"].get_local_rank()',
+        "P, rank = mesh.size(), mesh.get_rank()", "loss of the first step",
+    ),
+    "padding counts as labels": (
+        "pretrain_2d --seq-len 96", 2, "pretrain_2d.py", "(labels[:, 1:] != -100).sum()",
+        "torch.ones_like(labels[:, 1:]).sum()", "loss of the first step",
+    ),
+    "positions are twice as far apart": (
+        "pretrain_2d --tp 1", 2, "pretrain_2d.py", "positions = torch", "positions = 2 * torch",
+        "loss of the first step",
+    ),
+    "copies are not averaged": (
+        "pretrain_2d --tp 1 --replicate", 2, "pretrain_2d.py", "sum_gradients(mine, dp)", "pass",
+        "gradients of the first step",
+    ),
+    "the warm-up is left out": (
+        "pretrain_2d", 2, "pretrain_2d.py", "return 0.1 + 0.9 * step / warm_up", "return 1.0",
+        "losses of|learning rates",
+    ),
+    "Adam forgets more slowly": (
+        "pretrain_2d", 2, "pretrain_2d.py", "betas=(0.9, 0.99)", "betas=(0.9, 0.999)", "losses of",
+    ),
+    "the same batch again and again": (
+        "pretrain_2d --tp 1", 2, "pretrain_2d.py", "for batch in loader:",
+        "for batch in [next(iter(loader))]:", "losses of",
     ),
     "parts of a mean are averaged": (
         "data_parallel --strategy fsdp2", 2, "data_parallel.py", "(group.size() * part)",

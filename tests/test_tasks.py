@@ -23,6 +23,7 @@ QUICK = {
     "pipeline_threads": ["--batch-size", 5, "--seq-len", 19, "--repeats", 1],
     "pipeline_llama": ["--batch-size", 6, "--microbatches", 3, "--seq-len", 19],
     "data_parallel": ["--batch-size", 7, "--seq-len", 19, "--num-sequences", 19, "--epochs", 1],
+    "pretrain_2d": ["--batch-size", 6, "--seq-len", 15, "--num-documents", 60, "--steps", 3],
 }
 WHOLE_MODEL = "tp_llama", "dtensor_llama", "ulysses_forward"
 LITERAL = "tp_mlp", "tp_attention", "dtensor_llama"  # where the assignment asserts it
@@ -147,6 +148,7 @@ def test_odd_llama(script, nproc, tmp_path, odd_llama, shallow_llama):
         model = make_llama(tmp_path / "llama", num_hidden_layers=6, tie_word_embeddings=True)
     args = ["--model", model, "--dtype", "float64", *QUICK.get(script, []), "--json", path]
     args += ["--batch-size", 3, "--seq-len", 23] if script in DEEP else []
+    args += ["--tp", nproc] if script == "pretrain_2d" and nproc != 4 else []
     file = launch.TASKS / f"{script}.py"
     result = launch.ranks(file, *args, nproc=nproc, folder=tmp_path)
     assert result.code == 0 and result.out.count("Tests passed") == nproc, result.tail()

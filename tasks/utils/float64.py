@@ -19,9 +19,11 @@ def compute_in_float64(model):
         if type(module).__name__ == "LlamaRMSNorm":
             x = torch.linspace(-1, 1, len(module.weight), dtype=torch.float64)
             weights, x = {"weight": x + 2}, x * torch.tensor([[1.0], [1e-3]])
-            before = functional_call(module, weights, x)
-            module.__class__ = in_float64(type(module))  # the same module, which FSDP2 may know
-            same_function(module, functional_call(module, weights, x), before)
+            fresh = type(module)(len(module.weight), module.variance_epsilon)  # without its hooks
+            before = functional_call(fresh, weights, x)
+            # The same module, which FSDP2 may know.
+            module.__class__ = fresh.__class__ = in_float64(type(module))
+            same_function(module, functional_call(fresh, weights, x), before)
         elif type(module).__name__ == "LlamaRotaryEmbedding" and not isinstance(parent, Rotary64):
             rotary = Rotary64(module)
             if module.inv_freq.device.type != "meta":

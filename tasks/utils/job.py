@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from utils.checks import Comparison
-from utils.collectives import all_gather
+from utils.collectives import all_gather, subgroup
 from utils.environment import (
     agree,
     check_writable,
@@ -140,6 +140,15 @@ class Run(Comparison):
         """
         world = dist.group.WORLD
         return DeviceMesh.from_group(world, self.device.type, mesh_dim_names=(axis,))
+
+    def rectangle(self, outer, inner, columns):
+        """All ranks as a DeviceMesh of two axes of these names; neighbours are along the inner."""
+        world, first = dist.group.WORLD, self.rank // columns * columns
+        of_column = subgroup(world, self.rank - first, self.world_size, columns)
+        groups = [of_column, subgroup(world, first, first + columns)]
+        ranks = torch.arange(self.world_size).view(-1, columns)
+        names = outer, inner
+        return DeviceMesh.from_group(groups, self.device.type, ranks, mesh_dim_names=names)
 
     def gather(self, tensor):
         """Every rank's tensor, all of one shape: (world size, *shape), on all ranks."""

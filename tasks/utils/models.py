@@ -36,7 +36,7 @@ def materialize(module, read, dtype, device):
         values = read(name, shard_of(meta)).to(device, dtype)
         if isinstance(meta, DTensor):
             values = DTensor.from_local(
-                values, meta.device_mesh, meta.placements,
+                values.contiguous(), meta.device_mesh, meta.placements,
                 run_check=False, shape=meta.shape, stride=meta.stride(),
             )  # fmt: skip
         assert values.shape == meta.shape, (name, values.shape, meta.shape)
@@ -89,6 +89,14 @@ class Source:
         if self.directory:
             self.files = index_files(self.directory)
             self.check_names()
+
+    def from_scratch(self, tokenizer):
+        """From now on weights are random, by the seed; the vocabulary has all of a tokenizer's."""
+        c = self.config
+        c.vocab_size = max(c.vocab_size, len(tokenizer))
+        c.bos_token_id, c.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
+        c.pad_token_id, self.directory, self.files = tokenizer.pad_token_id, None, {}
+        self.shapes = {name: tuple(p.shape) for name, p in self.empty_model().named_parameters()}
 
     def empty_model(self):
         """An ordinary LlamaForCausalLM on the meta device: shapes, and no memory."""

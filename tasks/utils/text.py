@@ -73,6 +73,14 @@ def find_text(where, source, needed, seed):
         return f"{name}, since {url} is out of reach ({error})", text
 
 
+def own_stories(seed):
+    """Stories that the project writes, without end."""
+    sys.path.insert(0, str(TINY))
+    from corpus import stories
+
+    return stories(seed)
+
+
 def own_text(needed, seed):
     """Stories that the project writes, enough of them; a token has fewer than 8 characters."""
     if needed > 10**8:

@@ -1,0 +1,296 @@
+"""Neighbour: pretraining a Llama on a mesh of two axes, data parallel x tensor parallel.
+
+Of P = dp x tp ranks, those of one row of the mesh share a model, split by a DTensor plan; those of
+one column hold the same part of it, and take other texts. Along tp, what Task 3's plan keeps whole
+between its blocks is split by tokens, too (Megatron's sequence parallelism, arXiv 2205.05198):
+
+                            Task 3's plan               this plan
+    norms, residual stream  (B, S, H), on each rank     (B, S/tp, H)
+    into a block            f: nothing; all-reduce      all-gather of tokens; reduce-scatter
+    out of it               g: all-reduce; nothing      reduce-scatter of tokens; all-gather
+    a norm's gradient       equal on all ranks          a sum over the ranks' tokens
+
+(forward; backward). An all-reduce is a reduce-scatter and an all-gather: the bytes are the same.
+The logits stay split by words, and so does their cross-entropy (`loss_parallel`). Along dp, FSDP2
+splits each tensor once more (as `data_parallel.py`), or `--replicate` keeps copies of it.
+
+    OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 4 tasks/pretrain_2d.py --dp 2 --tp 2
+
+holds ten steps against a single-rank run of the unmodified model: losses, gradients, their norms,
+learning rates, parameters. `--steps 300 --lr 4e-3 --num-documents 4000 --export DIR` trains on.
+"""
+
+import math
+from functools import partial
+from itertools import islice
+from types import SimpleNamespace
+
+import torch
+import torch.nn.functional as F
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+)
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader, DistributedSampler
+
+from dtensor_llama import COLUMNS, HEADS, Local, VocabularyRows, split_loss
+from utils import pretraining
+from utils.collectives import all_reduce, sum_gradients
+from utils.documents import load_rows
+from utils.errors import UserError
+from utils.flags import make_parser, natural, positive, rate
+from utils.job import start
+from utils.shards import apply_plan, refuse_as_whole, shard_range
+
+# ---------------------------------------------------------------- the technique: the plan
+
+TOKENS, WHOLE = Shard(1), Replicate()  # where a hidden state (B, S, H) lies
+
+
+def scatter_tokens(total):
+    """A Partial DTensor, added up: each rank gets the sum of its own tokens."""
+    return total.redistribute(placements=[TOKENS]).to_local(grad_placements=[TOKENS])
+
+
+class ScatteredRows(VocabularyRows):
+    """Task 3's embedding, whose sum gives each rank its tokens: (B, S) -> (B, S/tp, H)."""
+
+    sum = staticmethod(scatter_tokens)
+
+
+class TakeHeads(ParallelStyle):
+    """Columns that cut through heads: their outputs are gathered, and a rank takes its heads.
+
+    heads: their numbers, of D columns each; a KV head once for each query head that attends to it.
+    """
+
+    def __init__(self, heads, D):
+        self.heads, self.D = heads, D
+
+    def _apply(self, module, mesh):
+        style = ColwiseParallel(output_layouts=WHOLE, use_local_output=False)
+        style.src_data_rank = getattr(self, "src_data_rank", 0)
+        module = style._apply(module, mesh)
+
+        def take(module, args, y):
+            whole = y.to_local(grad_placements=[Partial()])  # each rank's heads, added up
+            return whole.unflatten(-1, (-1, self.D))[..., self.heads, :].flatten(-2)
+
+        module.register_forward_hook(take)
+        return module
+
+
+class PutHeads(ParallelStyle):
+    """o_proj behind heads that do not divide: a rank's are summands of them all, 0 elsewhere."""
+
+    def __init__(self, *pad):  # columns of other ranks' heads, before and behind
+        self.pad = pad
+
+    def _apply(self, module, mesh):
+        style = RowwiseParallel(input_layouts=Partial(), output_layouts=TOKENS)
+        style.src_data_rank = getattr(self, "src_data_rank", 0)
+        module = style._apply(module, mesh)
+        module.register_forward_pre_hook(lambda _, x: (F.pad(x[0], self.pad),), prepend=True)
+        return module
+
+
+GATHER = PrepareModuleInput(input_layouts=(TOKENS,), desired_input_layouts=(WHOLE,))
+GATHER_KEYWORD = PrepareModuleInput(
+    input_kwarg_layouts={"hidden_states": TOKENS},
+    desired_input_kwarg_layouts={"hidden_states": WHOLE},
+)
+SCATTER = Local(RowwiseParallel(output_layouts=TOKENS, use_local_output=False), grad=TOKENS)
+
+PLAN = {
+    "model.embed_tokens": ScatteredRows(),  # (V/tp, H)
+    "model.layers.*.input_layernorm": SequenceParallel(),  # (H,)
+    "model.layers.*.self_attn": GATHER_KEYWORD,
+    "model.layers.*.self_attn.q_proj": HEADS,  # (N/tp D, H)
+    "model.layers.*.self_attn.k_proj": HEADS,  # (K/tp D, H)
+    "model.layers.*.self_attn.v_proj": HEADS,  # (K/tp D, H)
+    "model.layers.*.self_attn.o_proj": SCATTER,  # (H, N/tp D)
+    "model.layers.*.post_attention_layernorm": SequenceParallel(),  # (H,)
+    "model.layers.*.mlp": GATHER,
+    "model.layers.*.mlp.gate_proj": COLUMNS,  # (F/tp, H)
+    "model.layers.*.mlp.up_proj": COLUMNS,  # (F/tp, H)
+    "model.layers.*.mlp.down_proj": SCATTER,  # (H, F/tp)
+    "model.norm": SequenceParallel(),  # (H,)
+    "lm_head": ColwiseParallel(input_layouts=TOKENS, use_local_output=False),  # (V/tp, H)
+}
+
+
+def plan_uneven_heads(model, ranks, rank):
+    """The plan's entries for query or KV heads that do not divide by the ranks, one of which is
+    `rank`; sets the layers' GQA ratio, too. Raises UserError for more ranks than query heads.
+    """
+    N, K = model.config.num_attention_heads, model.config.num_key_value_heads
+    D, attention, plan = model.model.layers[0].self_attn.head_dim, "model.layers.*.self_attn", {}
+    if ranks > N:
+        raise UserError(f"--tp {ranks}: the model has {N} query heads")
+    if K % ranks == 0:
+        return plan
+    first, stop = shard_range(N, ranks, rank)
+    for layer in model.model.layers:
+        layer.self_attn.num_key_value_groups = 1
+    for name in "k_proj", "v_proj":
+        plan[f"{attention}.{name}"] = TakeHeads([h * K // N for h in range(first, stop)], D)
+    if N % ranks:
+        plan[f"{attention}.q_proj"] = TakeHeads(list(range(first, stop)), D)
+        plan[f"{attention}.o_proj"] = PutHeads(first * D, (N - stop) * D)
+    return plan
+
+
+def parallelize_2d(model, mesh, replicate=False):
+    """Split a LlamaForCausalLM in place, over a mesh of the axes "dp" and "tp".
+
+    By the plan over tp, and by FSDP2 over dp: unless that is 1, or `replicate`. Works on a model
+    without memory (device meta), too. Its logits are DTensors, split by words. Raises UserError for
+    more ranks along tp than query heads or words, ValueError for a model that is split already.
+    """
+    tp = mesh["tp"]
+    refuse_as_whole(model)
+    head, base = model.lm_head, model.model
+    tied = head.weight is base.embed_tokens.weight
+    apply_plan(model, tp, PLAN | plan_uneven_heads(model, tp.size(), tp.get_local_rank()))
+    if tied:  # each was given a shard of its own
+        head.weight = base.embed_tokens.weight
+    if mesh["dp"].size() > 1 and not replicate:
+        # A tied embedding and the head must be of one unit, else they part.
+        for unit in [*base.layers, *([] if tied else [base]), model]:
+            fully_shard(unit, mesh=mesh["dp"])
+    return model
+
+
+# ---------------------------------------------------------------- the technique: a step
+
+
+def loss_of(model, batch, mesh):
+    """This rank's part of the mean loss over all labels of the ranks along dp, and their number.
+
+    batch: ids and labels, (B/dp, S) each; -100 where there is padding, which is on the right, so
+    that no token before it sees it. Within `loss_parallel`, like its backward.
+    """
+    ids, labels = batch
+    count = all_reduce((labels[:, 1:] != -100).sum(), mesh["dp"].get_group())
+    # Hugging Face would count positions by the embeddings, of which a rank has its tokens' only.
+    positions = torch.arange(ids.shape[1], device=ids.device)[None]
+    logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+    words = model.config.vocab_size
+    return split_loss(logits, labels, words, num_items_in_batch=count.clamp(min=1)), count
+
+
+def forward_backward(model, batch, mesh, replicate=False):
+    """The mean loss over the labels of all ranks, on each, and all gradients of it."""
+    dp = mesh["dp"]
+    part, _ = loss_of(model, batch, mesh)
+    (part if replicate else dp.size() * part).backward()  # FSDP2 averages over dp
+    mine = []
+    for parameter in model.parameters():
+        # A norm's is Partial: each rank along tp has seen its own tokens.
+        parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
+        mine.append(SimpleNamespace(grad=parameter.grad.to_local()))
+    if replicate:
+        sum_gradients(mine, dp)
+    return all_reduce(part.detach(), dp.get_group())
+
+
+def learning_rate(step, steps, warm_up):
+    """Of the largest one: from a tenth up, then down to 0 as a cosine."""
+    if step < warm_up:
+        return 0.1 + 0.9 * step / warm_up
+    return 0.5 * (1 + math.cos(math.pi * (step - warm_up) / max(1, steps - warm_up)))
+
+
+def train(model, mesh, batches, lr, steps, warm_up, replicate=False, clip=1.0):
+    """Yield of each step its loss, the norm of all gradients, and the learning rate.
+
+    The optimizer keeps its states as the parameters are split. The norm is over both axes.
+    """
+    settings = dict(betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr, **settings)
+    schedule = LambdaLR(optimizer, partial(learning_rate, steps=steps, warm_up=warm_up))
+    for batch in islice(batches, steps):
+        optimizer.zero_grad()
+        if isinstance(model, FSDPModule):
+            model.unshard(async_op=True)  # gathered while the labels are counted
+        loss = forward_backward(model, batch, mesh, replicate)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        (rate,) = schedule.get_last_lr()
+        optimizer.step()
+        schedule.step()
+        yield loss.item(), norm.full_tensor().item(), rate
+
+
+def make_batches(rows, mesh, batch_size, device):
+    """A rank's share of each batch of `batch_size` rows, in order, again and again.
+
+    The sampler deals over dp: the ranks along tp share one model, and must see the same texts.
+    """
+    P, rank = mesh["dp"].size(), mesh["dp"].get_local_rank()
+    sampler = DistributedSampler(rows, P, rank, shuffle=False, drop_last=True)
+    loader = DataLoader(rows, batch_size // P, sampler=sampler, drop_last=True)
+    while True:
+        for batch in loader:
+            yield [tensor.to(device) for tensor in batch]
+
+
+# ---------------------------------------------------------------- what is shown with it
+
+
+def main():
+    parser = make_parser(__doc__)
+    add = parser.add_argument
+    add("--dp", type=positive, help="rows of the mesh; default the ranks / tp")
+    add("--tp", type=positive, help="columns; default the ranks / dp, or 2 of an even number")
+    add("--replicate", action="store_true", help="copies along dp, in place of FSDP2; default no")
+    add("--text", help="a file or URL, a document a paragraph; default the project's stories")
+    add("--num-documents", type=positive, default=240, help="one of ten is held out; default 240")
+    add("--batch-size", type=positive, default=12, help="documents a step; default 12")
+    add("--seq-len", type=positive, default=56, help="tokens of a document at most; default 56")
+    add("--steps", type=positive, default=12, help="of training; default 12")
+    add("--warm-up", type=natural, default=4, help="steps with a smaller rate; default 4")
+    add("--lr", type=rate, default=1e-3, help="AdamW's largest learning rate; default 1e-3")
+    add("--export", metavar="DIR", help="write the trained model there; default nowhere")
+    start(parser.parse_args(), show)
+
+
+def show(run, args):
+    """All checks of the first steps, and the training."""
+    pretraining.refuse_folder(run, args.export)
+    mesh = pretraining.make_mesh(run, args.dp, args.tp)
+    dp, tp = mesh.shape
+    if (B := args.batch_size) % dp:
+        raise UserError(f"--batch-size {B}: not a multiple of --dp {dp}")
+    S = -(-args.seq_len // tp) * tp  # as many tokens on each rank
+    tokenizer, rows, held = load_rows(run, args.text, args.num_documents, S, B)
+    run.source.from_scratch(tokenizer)
+    trial = pretraining.Trial(run, rows, args)
+    model = run.load_model(partial(parallelize_2d, mesh=mesh, replicate=args.replicate))
+    model.to(run.device)  # FSDP2 looks for the parameters that are there now
+    split = tp > 1 or not args.replicate
+    run.check_weights("all", model, trial.references, whole=("norm",) if split else ("",))
+    with loss_parallel():
+        batches = partial(make_batches, mesh=mesh, batch_size=B, device=run.device)
+        step = partial(forward_backward, model, next(batches(rows)), mesh, args.replicate)
+        trial.check_first_step(run, model, step)
+        plan = args.lr, args.steps, args.warm_up, args.replicate
+        training = train(model, mesh, batches(rows), *plan)
+        trial.check_steps(run, model, list(islice(training, trial.steps)))
+        pretraining.progress(run, training, trial.steps, args.steps, B * S)
+        evaluate = partial(pretraining.evaluate, partial(loss_of, model, mesh=mesh), model, mesh)
+        loss = evaluate(islice(batches(held), len(held) // B))
+        pretraining.say_what_was_learnt(run, loss, rows, held)
+        if args.export:
+            batch, loss = next(iter(DataLoader(held, B))), evaluate(islice(batches(held), 1))
+            pretraining.export(run, model, tokenizer, args.export, batch, loss)
+
+
+if __name__ == "__main__":
+    main()

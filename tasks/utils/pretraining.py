@@ -1,0 +1,270 @@
+"""Pretraining: held against a single rank's, told of, beside a bigram model, and exported."""
+
+import logging
+import math
+import shutil
+import time
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+import transformers
+from torch.distributed.fsdp import FSDPModule
+from torch.linalg import vector_norm
+from tqdm import tqdm
+from transformers import LlamaForCausalLM
+
+from utils.collectives import all_reduce
+from utils.errors import UserError
+from utils.float64 import compute_in_float64
+from utils.measure import peak_memory_of_process
+from utils.model_checks import error_of_mean, mean_loss, plain_loss, token_losses
+from utils.step_checks import compare_gradients
+from utils.wider import WIDER, wider_copy
+
+STEPS = 10  # at most, that are compared
+
+
+def make_mesh(run, dp=None, tp=None):
+    """The mesh of the axes "dp" and "tp", of which what is None is chosen.
+
+    Raises UserError where their product is not the number of ranks.
+    """
+    # Of clipping: a norm over two axes is two all-reduces, of one number each.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    P = run.world_size
+    tp = tp or (max(1, P // dp) if dp else 2 - P % 2)
+    dp = dp or max(1, P // tp)
+    if dp * tp != P:
+        raise UserError(f"--dp {dp} times --tp {tp} is not {P}, the number of ranks")
+    run.print0(f"mesh: dp={dp} x tp={tp}")
+    run.print_in_order(f"Starting worker {run.rank}/{P}: dp {run.rank // tp}, tp {run.rank % tp}, "
+                       f"on {run.device}")  # fmt: skip
+    return run.rectangle("dp", "tp", tp)
+
+
+class Trial:
+    """What the unmodified model makes of the first steps, on rank 0 alone.
+
+    `references`: the model before them, see `checks.Comparison.references`. Batches, learning
+    rates and clipping are written anew here; AdamW is PyTorch's in both. args: the flags.
+    """
+
+    def __init__(self, run, rows, args):
+        self.rows, self.args, self.steps = rows, args, min(args.steps, STEPS)
+        self.references = run.references(run.load_reference())
+        if run.dtype == torch.bfloat16:  # in which changes are lost that are too small for it
+            self.steps = 0
+            run.print0("note: in bfloat16 the first step's loss and gradients are compared alone")
+
+    def batch(self, run, step):
+        """ids and labels, (B, S), of all ranks."""
+        B = self.args.batch_size
+        first = step % (len(self.rows) // B) * B
+        pairs = [self.rows[i] for i in range(first, first + B)]
+        return [torch.stack(tensors).to(run.device) for tensors in zip(*pairs, strict=True)]
+
+    def check_first_step(self, run, model, step):
+        """A step's loss and all gradients, as they are before it is taken.
+
+        step(): fills in the gradients, and returns the loss, the same on all ranks.
+        """
+        ids, labels = self.batch(run, 0)
+
+        def losses_of(one):
+            one.zero_grad()
+            losses = token_losses(one(ids, use_cache=False).logits, labels)
+            mean_loss(losses, labels).backward()
+            return [losses.detach()]
+
+        (losses,) = run.expect(losses_of, self.references)
+        self.own, expected = error_of_mean(*losses), [mean_loss(of, labels) for of in losses]
+        loss = step().to(expected[0].dtype)
+        run.show("loss", expected[0], loss)
+        run.check("loss of the first step", [(loss, *expected)], own=self.own)
+        run.check_same_bits("loss of the first step, same bits on all ranks", loss)
+        tokens = (labels != -100).sum().item()
+        compare_gradients(run, "gradients of the first step", model, self.references,
+                          lambda name: True, tokens)  # fmt: skip
+        model.zero_grad()
+
+    def train(self, run, model):
+        """Losses, norms of all gradients, and learning rates of the steps, in float64."""
+        steps, warm_up, lr = self.args.steps, self.args.warm_up, self.args.lr
+        parameters = list(model.parameters())
+        settings = dict(betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1)
+        optimizer, losses, norms, rates = torch.optim.AdamW(parameters, lr, **settings), [], [], []
+        for step in range(self.steps):
+            ids, labels = self.batch(run, step)
+            optimizer.zero_grad()
+            loss = plain_loss(model, labels, input_ids=ids, use_cache=False)
+            loss.backward()
+            # (By the kernel that clipping takes: in float32 it is off by more than the gradients.)
+            norm = vector_norm(torch.stack([vector_norm(p.grad) for p in parameters]))
+            for parameter in parameters:
+                parameter.grad *= min(1, 1 / (norm.item() + 1e-6))
+            after = max(0, step - warm_up) / max(1, steps - warm_up)
+            ramp = 0.1 + 0.9 * step / warm_up if step < warm_up else 1
+            optimizer.param_groups[0]["lr"] = lr * ramp * math.cos(math.pi / 2 * after) ** 2
+            optimizer.step()
+            losses.append(loss.item())
+            norms.append(norm.item())
+            rates.append(optimizer.param_groups[0]["lr"])
+        return [torch.tensor(of, dtype=torch.float64) for of in (losses, norms, rates)]
+
+    def check_steps(self, run, model, steps):
+        """Of the first ones, each its loss, norm and learning rate; the parameters after them.
+
+        Parameters in float64 alone: where a gradient is nearly 0, Adam's step is as long as
+        elsewhere, and goes where rounding points.
+        """
+        for i, (loss, norm, rate) in enumerate(steps):
+            run.print0(f"Update={i}, Loss={loss:.4f}, norm of the gradients {norm:.3f}, "
+                       f"learning rate {rate:.2e}")  # fmt: skip
+        if not self.steps:
+            return
+        models = self.references[:1]
+        models += [wider_copy(one) for one in models if run.dtype in WIDER]
+        expected = run.expect(lambda one: self.train(run, one), models)
+        actual = torch.tensor(steps, dtype=torch.float64, device=run.device).T
+        names = "losses", "norms of the gradients", "learning rates"
+        for name, of_one, (reference, *exact) in zip(names, actual, expected, strict=True):
+            pair = [(of_one.to(reference.dtype), reference, *exact)]
+            if name == "learning rates":
+                run.check(name, [pair[0][:2]], tolerance=1e-12 * self.args.lr)
+            else:
+                run.check(f"{name} of {len(steps)} steps", pair, own=self.own)
+        if run.dtype == torch.float64:
+            kinds = run.slices(model, self.references, lambda name: True, lambda p: p.detach())
+            name = f"parameters after {len(steps)} steps"
+            for kind, pairs in kinds.items():
+                run.compare(name, pairs, tolerance=1e-10, kind=kind)
+            run.check(name)
+
+
+def progress(run, training, done, steps, tokens):
+    """Go on to the last step, with a bar where somebody looks. tokens: of a step, of all ranks."""
+    if done >= steps:
+        return
+    bar = tqdm(total=steps, initial=done, desc="train", unit="step", mininterval=2.0,
+               disable=None if run.rank == 0 else True)  # fmt: skip
+
+    def go_on():
+        for step, (loss, norm, _) in enumerate(training, done):
+            bar.update()
+            bar.set_postfix(loss=f"{loss:.3f}", norm=f"{norm:.2f}", refresh=False)
+            if (step + 1) % max(1, steps // 10) == 0:
+                run.print0(f"Update={step}, Loss={loss:.4f}")
+
+    begin = time.perf_counter()
+    peak = peak_memory_of_process(run.device, go_on)
+    speed = (steps - done) * tokens / (time.perf_counter() - begin)
+    bar.close()
+    peaks = run.gather_objects(peak)
+    run.results |= {"tokens_per_second": speed, "peak_memory_bytes": peaks}
+    run.print0(f"tokens_per_second={speed:.0f}, padding counted, max_mem={max(peaks) / 1e9:.2f}gb")
+
+
+@torch.no_grad()
+def evaluate(loss_of, model, mesh, batches):
+    """The mean loss over all labels of all ranks' batches. loss_of(batch): see the script."""
+    total = count = 0
+    for batch in batches:
+        part, labels = loss_of(batch)
+        total, count = total + part.double() * labels, count + labels
+    if isinstance(model, FSDPModule):
+        model.reshard()  # else embedding and head stay whole until a backward
+    return (all_reduce(total, mesh["dp"].get_group()) / count).item()
+
+
+def bigram_loss(rows, held, vocab_size):
+    """The mean loss on `held` of a bigram model of `rows`, smoothed as suits it best.
+
+    rows, held: datasets of (ids, labels). p(b | a) = (n(a, b) + s p(b)) / (n(a) + s), and
+    p(b) = (n(b) + 1) / (n + V).
+    """
+
+    def tokens(of):
+        return [labels[labels != -100].tolist() for _, labels in of]
+
+    seen, pairs, first = Counter(), Counter(), Counter()
+    for row in tokens(rows):
+        seen.update(row)
+        first.update(row[:-1])
+        pairs.update(pairwise(row))
+
+    def loss(s):
+        losses = []
+        for a, b in (pair for row in tokens(held) for pair in pairwise(row)):
+            alone = (seen[b] + 1) / (seen.total() + vocab_size)
+            losses.append(-math.log((pairs[a, b] + s * alone) / (first[a] + s)))
+        return sum(losses) / len(losses)
+
+    return min(map(loss, (0.3, 1, 3, 10, 30, 100)))
+
+
+def say_what_was_learnt(run, loss, rows, held):
+    """Print the held-out loss beside a bigram model's."""
+    bigram = bigram_loss(rows, held, run.source.config.vocab_size) if run.rank == 0 else None
+    run.print0(f"loss of {len(held)} documents held out: {loss:.4f}; of a bigram model of the "
+               f"others: {bigram or 0:.4f}")  # fmt: skip
+    run.results |= {"held_out_loss": loss, "bigram_loss": bigram}
+
+
+# ---------------------------------------------------------------- export
+
+
+def refuse_folder(run, folder):
+    """UserError, on all ranks, for a folder to export to that is there, or cannot be made."""
+
+    def try_it():
+        if folder and run.rank == 0:
+            if Path(folder).exists():
+                raise UserError(f"--export {folder}: is there already")
+            Path(folder).resolve().parent.mkdir(parents=True, exist_ok=True)
+
+    run.together(try_it)
+
+
+def export(run, model, tokenizer, folder, batch, loss):
+    """Write what plain transformers loads, whole or not at all, and check it by doing that.
+
+    loss: what the ranks make of a batch, (ids, labels), of all ranks. Rank 0 continues its first
+    row by what was written.
+    """
+    transformers.utils.logging.disable_progress_bar()
+    whole = {}
+    for name, parameter in model.named_parameters():
+        full = parameter.detach().full_tensor()
+        if run.rank == 0:
+            whole[name] = full.cpu()
+
+    def write():
+        if run.rank:
+            return
+        path = Path(folder).resolve()
+        part = path.with_name(f".{path.name}.part")
+        shutil.rmtree(part, ignore_errors=True)
+        one = run.source.empty_model()
+        one.load_state_dict(whole, strict=False, assign=True)
+        one.tie_weights()
+        one.save_pretrained(part)
+        tokenizer.save_pretrained(part)
+        part.rename(path)
+
+    run.together(write)
+    ids, labels = batch
+    again = LlamaForCausalLM.from_pretrained(folder).to(run.device, run.dtype) if whole else None
+    if whole and run.dtype == torch.float64:
+        compute_in_float64(again)
+    with torch.no_grad():
+        (losses,) = run.expect(
+            lambda one: [token_losses(one(ids).logits, labels)], run.references(again)
+        )
+        expected, own = [mean_loss(of, labels) for of in losses], error_of_mean(*losses)
+        loss = torch.tensor(loss, dtype=torch.float64).to(expected[0])
+        run.check("held-out loss of what was exported", [(loss, *expected)], own=own)
+        if whole:
+            text = again.generate(ids[:1, :8], max_new_tokens=24, do_sample=False)[0]
+            run.print0(f"exported to {folder}, which continues: {tokenizer.decode(text)}")
