@@ -1,0 +1,137 @@
+"""Checkpoints of a state that is split: each rank writes its parts, and any mesh reads them.
+
+    folder/step-000020/rank0.safetensors    of a parameter and Adam's states the regions of rank 0
+                       rank1.safetensors    (of what several ranks hold, the first one's alone)
+                       record.json          who has which region; losses, learning rate
+                       manifest.json        SHA-256 of all of these
+
+On several machines the folder must be one that all of them see. See `checkpoint.py`.
+"""
+
+import json
+import shutil
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from utils.checkpoint import Checkpoints, begin, digest, finish, flush, newest
+from utils.errors import UserError
+from utils.shards import local_part, shard_of
+
+STATES = "exp_avg", "exp_avg_sq"  # Adam's
+
+
+class ShardedCheckpoints(Checkpoints):
+    """As `Checkpoints`, of a model whose parameters are DTensors. Record: what JSON can hold."""
+
+    def __init__(self, run, folder, result, resume):
+        if resume and folder is None:
+            raise UserError("--resume needs --output-dir")
+        super().__init__(run, folder, result, resume)
+
+    @staticmethod
+    def load(folder):
+        """(path, record, warnings) of the newest good checkpoint; None if there is none at all."""
+        path, warnings = newest(folder)
+        return path and (path, json.loads((path / "record.json").read_text()), warnings)
+
+    def resume(self, model, optimizer, schedule):
+        """Take all state from what was found, on whatever mesh that was: the losses so far."""
+        run = self.run
+        path, record, warnings = run.broadcast(self.found) or (None, None, [])
+        for warning in warnings:
+            run.print0(f"note: skipped a damaged checkpoint: {warning}")
+        if record is None:
+            if self.resumes:
+                run.print0("note: no checkpoint yet: starting at step 0")
+            return []
+        step = len(record["losses"])
+
+        def read():
+            for name, parameter in model.named_parameters():
+                state = {key: torch.zeros_like(parameter) for key in STATES}
+                optimizer.state[parameter] = {"step": torch.tensor(float(step)), **state}
+                for key, tensor in {"parameter": parameter.detach(), **state}.items():
+                    region, parts = shard_of(parameter), record["parts"][name]
+                    local_part(tensor).copy_(read_region(path, f"{key}.{name}", parts, region))
+
+        run.together(read)
+        schedule.load_state_dict(record["schedule"])
+        optimizer.param_groups[0]["lr"] = record["lr"]
+        if record["world_size"] == run.world_size:
+            with safe_open(path / f"rank{run.rank}.safetensors", "pt") as file:
+                for name, generator in self.generators.items():
+                    generator.set_rng_state(file.get_tensor(name).clone())
+        else:
+            run.print0(f"note: it was on {record['world_size']} ranks: random numbers start anew")
+        run.print0(f"resumed after {step} steps")
+        return record["losses"]
+
+    def save(self, model, optimizer, schedule, losses):
+        """Write a checkpoint, all ranks together, whole or not at all; see `Checkpoints.save`."""
+        run, step = self.run, len(losses)
+        if self.folder is None:
+            return
+        mine, parts, tensors = {}, {}, {}
+        for name, parameter in model.named_parameters():
+            mine[name] = [[part.start, part.stop] for part in shard_of(parameter)]
+        for rank, regions in enumerate(run.gather_objects(mine)):
+            for name, region in regions.items():
+                if region not in [other for _, other in parts.setdefault(name, [])]:
+                    parts[name].append([rank, region])
+        for name, parameter in model.named_parameters():
+            if [run.rank, mine[name]] in parts[name]:
+                state = {key: optimizer.state[parameter][key] for key in STATES}
+                for key, tensor in {"parameter": parameter, **state}.items():
+                    tensors[f"{key}.{name}"] = local_part(tensor.detach()).cpu().contiguous()
+        tensors |= {name: generator.get_rng_state() for name, generator in self.generators.items()}
+        record = {"same": self.same, "losses": losses, "world_size": run.world_size}
+        record |= {"schedule": schedule.state_dict(), "lr": schedule.get_last_lr()[0]}
+        record["parts"] = parts
+        name, part = f"rank{run.rank}.safetensors", None
+
+        def start():
+            if run.rank == 0:
+                self.claim.check()
+                return begin(self.folder, step)
+            return None
+
+        def write():
+            try:
+                save_file(tensors, part / name)
+            except Exception as error:  # safetensors has an error of its own for a full disk
+                raise OSError(str(error)) from error
+            flush(part / name)
+            return name, digest(part / name)
+
+        try:
+            part = run.broadcast(run.together(start))
+            digests = dict(run.gather_objects(run.together(write)))
+            run.together(lambda: run.rank == 0 and finish(part, step, record, digests))
+        except UserError as error:
+            if part and run.rank == 0:
+                shutil.rmtree(part, ignore_errors=True)
+            run.print0(f"note: no checkpoint at step {step}: {error}")
+
+
+def read_region(path, key, parts, region):
+    """A region, a slice for each dim, of a tensor of which ranks have written parts.
+
+    parts: [[rank, its region as [[start, stop] for each dim]], ...], which together have all of it.
+    """
+    result = None
+    for rank, theirs in parts:
+        both = [
+            (max(mine.start, first), min(mine.stop, stop))
+            for mine, (first, stop) in zip(region, theirs, strict=True)
+        ]
+        if all(first < stop for first, stop in both):
+            there = [(slice(a - of[0], b - of[0])) for (a, b), of in zip(both, theirs, strict=True)]
+            here = [slice(a - m.start, b - m.start) for (a, b), m in zip(both, region, strict=True)]
+            with safe_open(path / f"rank{rank}.safetensors", "pt") as file:
+                piece = file.get_slice(key)[tuple(there)]
+            if result is None:
+                result = piece.new_full([mine.stop - mine.start for mine in region], torch.nan)
+            result[tuple(here)] = piece
+    return torch.empty([mine.stop - mine.start for mine in region]) if result is None else result
