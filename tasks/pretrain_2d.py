@@ -17,12 +17,13 @@ splits each tensor once more (as `data_parallel.py`), or `--replicate` keeps cop
     OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 4 tasks/pretrain_2d.py --dp 2 --tp 2
 
 holds ten steps against a single-rank run of the unmodified model: losses, gradients, their norms,
-learning rates, parameters. `--steps 300 --lr 4e-3 --num-documents 4000 --export DIR` trains on.
+learning rates, parameters. `--output-dir DIR` keeps checkpoints, from which any mesh goes on.
 """
 
 import math
 from functools import partial
 from itertools import islice
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
@@ -31,7 +32,6 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
-    ParallelStyle,
     PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
@@ -47,6 +47,7 @@ from utils.documents import load_rows
 from utils.errors import UserError
 from utils.flags import make_parser, natural, positive, rate
 from utils.job import start
+from utils.sharded_checkpoint import ShardedCheckpoints
 from utils.shards import apply_plan, refuse_as_whole, shard_range
 
 # ---------------------------------------------------------------- the technique: the plan
@@ -65,38 +66,35 @@ class ScatteredRows(VocabularyRows):
     sum = staticmethod(scatter_tokens)
 
 
-class TakeHeads(ParallelStyle):
+class TakeHeads(ColwiseParallel):
     """Columns that cut through heads: their outputs are gathered, and a rank takes its heads.
 
     heads: their numbers, of D columns each; a KV head once for each query head that attends to it.
     """
 
     def __init__(self, heads, D):
+        super().__init__(output_layouts=WHOLE, use_local_output=False)
         self.heads, self.D = heads, D
 
     def _apply(self, module, mesh):
-        style = ColwiseParallel(output_layouts=WHOLE, use_local_output=False)
-        style.src_data_rank = getattr(self, "src_data_rank", 0)
-        module = style._apply(module, mesh)
-
         def take(module, args, y):
             whole = y.to_local(grad_placements=[Partial()])  # each rank's heads, added up
             return whole.unflatten(-1, (-1, self.D))[..., self.heads, :].flatten(-2)
 
+        module = super()._apply(module, mesh)
         module.register_forward_hook(take)
         return module
 
 
-class PutHeads(ParallelStyle):
+class PutHeads(RowwiseParallel):
     """o_proj behind heads that do not divide: a rank's are summands of them all, 0 elsewhere."""
 
     def __init__(self, *pad):  # columns of other ranks' heads, before and behind
+        super().__init__(input_layouts=Partial(), output_layouts=TOKENS)
         self.pad = pad
 
     def _apply(self, module, mesh):
-        style = RowwiseParallel(input_layouts=Partial(), output_layouts=TOKENS)
-        style.src_data_rank = getattr(self, "src_data_rank", 0)
-        module = style._apply(module, mesh)
+        module = super()._apply(module, mesh)
         module.register_forward_pre_hook(lambda _, x: (F.pad(x[0], self.pad),), prepend=True)
         return module
 
@@ -127,8 +125,8 @@ PLAN = {
 
 
 def plan_uneven_heads(model, ranks, rank):
-    """The plan's entries for query or KV heads that do not divide by the ranks, one of which is
-    `rank`; sets the layers' GQA ratio, too. Raises UserError for more ranks than query heads.
+    """Entries for heads that do not divide by the ranks; sets the layers' GQA ratio, too. Raises
+    UserError for more ranks than query heads.
     """
     N, K = model.config.num_attention_heads, model.config.num_key_value_heads
     D, attention, plan = model.model.layers[0].self_attn.head_dim, "model.layers.*.self_attn", {}
@@ -154,9 +152,8 @@ def parallelize_2d(model, mesh, replicate=False):
     without memory (device meta), too. Its logits are DTensors, split by words. Raises UserError for
     more ranks along tp than query heads or words, ValueError for a model that is split already.
     """
-    tp = mesh["tp"]
     refuse_as_whole(model)
-    head, base = model.lm_head, model.model
+    tp, head, base = mesh["tp"], model.lm_head, model.model
     tied = head.weight is base.embed_tokens.weight
     apply_plan(model, tp, PLAN | plan_uneven_heads(model, tp.size(), tp.get_local_rank()))
     if tied:  # each was given a shard of its own
@@ -182,8 +179,7 @@ def loss_of(model, batch, mesh):
     # Hugging Face would count positions by the embeddings, of which a rank has its tokens' only.
     positions = torch.arange(ids.shape[1], device=ids.device)[None]
     logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits
-    words = model.config.vocab_size
-    return split_loss(logits, labels, words, num_items_in_batch=count.clamp(min=1)), count
+    return split_loss(logits, labels, model.config.vocab_size, num_items_in_batch=count), count
 
 
 def forward_backward(model, batch, mesh, replicate=False):
@@ -208,15 +204,16 @@ def learning_rate(step, steps, warm_up):
     return 0.5 * (1 + math.cos(math.pi * (step - warm_up) / max(1, steps - warm_up)))
 
 
-def train(model, mesh, batches, lr, steps, warm_up, replicate=False, clip=1.0):
-    """Yield of each step its loss, the norm of all gradients, and the learning rate.
-
-    The optimizer keeps its states as the parameters are split. The norm is over both axes.
-    """
+def make_optimizer(model, lr, steps, warm_up):
+    """AdamW, whose states are split as the parameters are, and its learning rate's schedule."""
     settings = dict(betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1)
     optimizer = torch.optim.AdamW(model.parameters(), lr, **settings)
-    schedule = LambdaLR(optimizer, partial(learning_rate, steps=steps, warm_up=warm_up))
-    for batch in islice(batches, steps):
+    return optimizer, LambdaLR(optimizer, partial(learning_rate, steps=steps, warm_up=warm_up))
+
+
+def train(model, mesh, batches, optimizer, schedule, replicate=False, clip=1.0):
+    """Yield of each step its loss, the norm of all gradients, over both axes, and the rate."""
+    for batch in batches:
         optimizer.zero_grad()
         if isinstance(model, FSDPModule):
             model.unshard(async_op=True)  # gathered while the labels are counted
@@ -257,13 +254,15 @@ def main():
     add("--steps", type=positive, default=12, help="of training; default 12")
     add("--warm-up", type=natural, default=4, help="steps with a smaller rate; default 4")
     add("--lr", type=rate, default=1e-3, help="AdamW's largest learning rate; default 1e-3")
-    add("--export", metavar="DIR", help="write the trained model there; default nowhere")
+    add("--output-dir", type=Path, help="for checkpoints, and model/ at the end; default none")
+    add("--save-every", type=positive, default=100, help="steps; default 100")
+    add("--resume", action="store_true", help="go on from the newest there; default no")
     start(parser.parse_args(), show)
 
 
 def show(run, args):
     """All checks of the first steps, and the training."""
-    pretraining.refuse_folder(run, args.export)
+    checkpoints = ShardedCheckpoints(run, args.output_dir, "model", args.resume)
     mesh = pretraining.make_mesh(run, args.dp, args.tp)
     dp, tp = mesh.shape
     if (B := args.batch_size) % dp:
@@ -271,25 +270,30 @@ def show(run, args):
     S = -(-args.seq_len // tp) * tp  # as many tokens on each rank
     tokenizer, rows, held = load_rows(run, args.text, args.num_documents, S, B)
     run.source.from_scratch(tokenizer)
+    checkpoints.find(pretraining.identity(run, args, rows))
     trial = pretraining.Trial(run, rows, args)
     model = run.load_model(partial(parallelize_2d, mesh=mesh, replicate=args.replicate))
     model.to(run.device)  # FSDP2 looks for the parameters that are there now
-    split = tp > 1 or not args.replicate
-    run.check_weights("all", model, trial.references, whole=("norm",) if split else ("",))
+    whole = "" if args.replicate and tp == 1 else "norm"
+    run.check_weights("all", model, trial.references, whole=(whole,))
     with loss_parallel():
         batches = partial(make_batches, mesh=mesh, batch_size=B, device=run.device)
         step = partial(forward_backward, model, next(batches(rows)), mesh, args.replicate)
         trial.check_first_step(run, model, step)
-        plan = args.lr, args.steps, args.warm_up, args.replicate
-        training = train(model, mesh, batches(rows), *plan)
-        trial.check_steps(run, model, list(islice(training, trial.steps)))
-        pretraining.progress(run, training, trial.steps, args.steps, B * S)
+        optimizer, schedule = make_optimizer(model, args.lr, args.steps, args.warm_up)
+        losses = checkpoints.resume(model, optimizer, schedule)
+        left = islice(batches(rows), len(losses), args.steps)
+        training = train(model, mesh, left, optimizer, schedule, args.replicate)
+        save = partial(checkpoints.save, model, optimizer, schedule)
+        training = pretraining.saving(training, losses, args, save)
+        trial.check_steps(run, model, training, losses)
+        pretraining.progress(run, training, losses, args, B * S)
         evaluate = partial(pretraining.evaluate, partial(loss_of, model, mesh=mesh), model, mesh)
         loss = evaluate(islice(batches(held), len(held) // B))
         pretraining.say_what_was_learnt(run, loss, rows, held)
-        if args.export:
+        if args.output_dir:
             batch, loss = next(iter(DataLoader(held, B))), evaluate(islice(batches(held), 1))
-            pretraining.export(run, model, tokenizer, args.export, batch, loss)
+            pretraining.export(run, model, tokenizer, checkpoints, batch, loss)
 
 
 if __name__ == "__main__":

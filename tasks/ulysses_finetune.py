@@ -39,6 +39,7 @@ from memory.finetune import (
     adapter_config,
     add_memory_flags,
     each_alone,
+    identity,
     load,
     possible_techniques,
     report,
@@ -49,7 +50,7 @@ from memory.finetune import (
 )
 from memory.long_sequence import sequence_loss
 from ulysses_forward import sequence_mask, sequence_parallelize, sum_of_losses
-from utils.checkpoint import Checkpoints, identity
+from utils.checkpoint import Checkpoints
 from utils.collectives import all_gather, sum_gradients
 from utils.errors import UserError
 from utils.flags import make_parser, natural, positive, rate

@@ -207,8 +207,8 @@ def test_interrupted(number, when, undisturbed, tmp_path):
     """Ctrl-C once, in a step or while it saves, or a closed terminal: a checkpoint of that
     step, from which --resume comes to the same bits."""
     _, record = undisturbed
-    begin = "        part.mkdir()\n"
-    slowly = "        print('saving', flush=True), __import__('time').sleep(2)\n"
+    begin = "    part.mkdir()\n"
+    slowly = "    print('saving', flush=True), __import__('time').sleep(2)\n"
     plant(tmp_path, "checkpoint.py", begin, begin + slowly * (when == "saving"))
 
     def act(process, out):

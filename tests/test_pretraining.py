@@ -1,8 +1,13 @@
 """Pretraining's parts: the mesh, documents, what is exported; and that it learns."""
 
 import json
+import random
 import re
+import shutil
+import threading
+import time
 
+import psutil
 import pytest
 import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
@@ -11,9 +16,11 @@ import launch
 from conftest import make_llama
 from test_planted_bugs import plant, refused
 from test_tasks import QUICK, checks, passed
+from utils.checkpoint import list_checkpoints, step_of
 from utils.documents import BOT, EOT, PAD, Rows
 from utils.models import TINY
 from utils.pretraining import bigram_loss
+from utils.sharded_checkpoint import STATES, read_region
 
 FILE = launch.TASKS / "pretrain_2d.py"
 SHORT = list(map(str, QUICK["pretrain_2d"]))
@@ -43,20 +50,24 @@ def test_bigram_loss():
 
 
 MESHES = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4)]
+QUICK_MESHES = [(1, 2, False), (2, 1, True)]  # (2, 2) is in test_tasks.py
 
 
-@pytest.mark.parametrize("more", [[], ["--replicate"]], ids=["fsdp2", "replicate"])
 @pytest.mark.parametrize(
-    ("dp", "tp"), [pytest.param(*m, marks=[] if m == (2, 2) else STRESS) for m in MESHES]
-)
-def test_meshes(dp, tp, more, tmp_path):
+    ("dp", "tp", "replicate"),
+    [
+        pytest.param(*m, more, marks=[] if (*m, more) in QUICK_MESHES else STRESS)
+        for m in MESHES for more in (False, True)
+    ],
+)  # fmt: skip
+def test_meshes(dp, tp, replicate, tmp_path):
     """Steps as the single rank takes them, to 1e-10; 9 query and 3 KV heads go over 2 and 4."""
     path = tmp_path / "record.json"
     sizes = dict(hidden_size=45, num_attention_heads=9, num_hidden_layers=2)
     model = make_llama(tmp_path / "llama", **sizes)
-    steps = 4 if (dp, tp) == (2, 2) else 10
+    steps = 4 if (dp, tp, replicate) in QUICK_MESHES else 10
     args = ["--model", model, *SHORT, "--batch-size", 4, "--steps", steps, "--dtype", "float64"]
-    args += ["--dp", dp, "--tp", tp, "--json", path, *more]
+    args += ["--dp", dp, "--tp", tp, "--json", path, *["--replicate"] * replicate]
     result = launch.ranks(FILE, *args, nproc=dp * tp, folder=tmp_path)
     passed(result, dp * tp)
     names = {check["name"] for check in checks(path, dp * tp, "float64")[1]}
@@ -72,7 +83,8 @@ def test_meshes(dp, tp, more, tmp_path):
         (["--dp", 2, "--batch-size", 3], 2, "--batch-size 3: not a multiple of --dp 2"),
         (["--num-documents", 9], 1, "--num-documents 9: a tenth of it"),
         (["--seq-len", 2], 1, "--seq-len 2: too short"),
-        (["--export", "."], 2, "--export .: is there already"),
+        (["--output-dir", "/no/such/folder"], 2, "--output-dir /no/such/folder: cannot be written"),
+        (["--resume"], 1, "--resume needs --output-dir"),
         (["--text", "/no/such"], 2, "--text /no/such: cannot be read"),
         (["--text", __file__, "--num-documents", 1000], 2, "paragraphs, but --num-documents 1000"),
     ],
@@ -89,9 +101,9 @@ def test_more_columns_than_heads(odd_llama, tmp_path):
 
 def test_export(tmp_path):
     """Plain transformers loads it, with its tokenizer, from texts of one's own."""
-    folder, text = tmp_path / "exported", tmp_path / "text.txt"
+    folder, text = tmp_path / "out" / "model", tmp_path / "text.txt"
     text.write_text("\n\n".join(f"Line {i} of a text.\nIt goes on." for i in range(60)))
-    args = [*SHORT, "--text", text, "--export", folder]
+    args = [*SHORT, "--text", text, "--output-dir", tmp_path / "out"]
     result = launch.ranks(FILE, *args, nproc=2, folder=tmp_path)
     assert result.code == 0 and "check held-out loss of what was exported" in result.out
     model = LlamaForCausalLM.from_pretrained(folder)
@@ -100,13 +112,156 @@ def test_export(tmp_path):
     assert ids[0, 0] == model.config.bos_token_id and model.config.vocab_size == 1534
     assert torch.equal(model.lm_head.weight, model.model.embed_tokens.weight)
     assert model.generate(ids, max_new_tokens=3).shape[1] > ids.shape[1]
-    assert [path.name for path in tmp_path.iterdir() if ".part" in path.name] == []
+    assert not list((tmp_path / "out").glob(".*.part*"))
 
 
 def test_another_model_is_exported(tmp_path):
     plant(tmp_path, "pretraining.py", "whole[name] = full.cpu()", "whole[name] = 1.01 * full.cpu()")
-    args = [*SHORT, "--steps", 1, "--export", tmp_path / "exported"]
+    args = [*SHORT, "--steps", 1, "--output-dir", tmp_path / "out"]
     refused(tmp_path, "pretrain_2d", 1, args, "what was exported")
+
+
+# ---------------------------------------------------------------- checkpoints
+
+FROM = [*SHORT, "--batch-size", 4, "--seq-len", 16, "--steps", 7, "--save-every", 4]
+
+
+def train(folder, *args, mesh=(2, 1), code=0, file=FILE):
+    """Run it in a folder, and return its losses and how it ended."""
+    path, (dp, tp) = folder / "record.json", mesh
+    args = [*FROM, "--dp", dp, "--tp", tp, "--output-dir", folder / "out", "--json", path, *args]
+    result = launch.ranks(file, *args, nproc=dp * tp, folder=folder)
+    assert result.code == code, result.tail()
+    return json.loads(path.read_text())["results"]["losses"] if code == 0 else None, result
+
+
+def whole(folder):
+    """All that the newest checkpoint of a folder has, made whole: {key.name: tensor}."""
+    path = list_checkpoints(folder)[0]
+    parts, found = json.loads((path / "record.json").read_text())["parts"], {}
+    for name, of_ranks in parts.items():
+        stops = [
+            max(stop for _, stop in ends) for ends in zip(*(r for _, r in of_ranks), strict=True)
+        ]
+        for key in ("parameter", *STATES):
+            region = [slice(0, stop) for stop in stops]
+            found[f"{key}.{name}"] = read_region(path, f"{key}.{name}", of_ranks, region)
+    return found
+
+
+FORGOTTEN = {
+    # what: (file, right, wrong)
+    "Adam": (
+        "sharded_checkpoint.py", "local_part(tensor).copy_(",
+        'key == "parameter" and local_part(tensor).copy_(',
+    ),
+    "rate": ("sharded_checkpoint.py", 'schedule.load_state_dict(record["schedule"])', "pass"),
+    "place": (
+        "pretrain_2d.py", "islice(batches(rows), len(losses), args.steps)",
+        "islice(batches(rows), args.steps - len(losses))",
+    ),
+}  # fmt: skip
+
+
+def test_resume(tmp_path, odd_llama):
+    """It goes on to the same bits, and on another mesh from the same; not without Adam's states."""
+    args, out = ["--model", odd_llama], tmp_path / "out"
+    losses, _ = train(tmp_path, *args)
+    end = whole(out)
+    assert len(losses) == 7 and [step_of(path) for path in list_checkpoints(out)] == [7, 4]
+    assert all(tensor.isfinite().all() for tensor in end.values())
+    assert all(tensor.any() for name, tensor in end.items() if "exp_avg" in name)
+    forgets_at_4(tmp_path, "Adam", losses, *args)
+    shutil.rmtree(out / "step-000007")
+    again, result = train(tmp_path, *args, "--resume")
+    assert "resumed after 4 steps" in result.out and again == losses
+    same_tensors(end, whole(out))
+    again, result = train(tmp_path, *args, "--resume", mesh=(1, 2))
+    assert "resumed after 7 steps" in result.out and again == losses
+    same_tensors(end, whole(out))
+    train(tmp_path, *args, code=2)[1].assert_refused("add --resume to go on")
+    other = train(tmp_path, *args, "--resume", "--lr", 1e-4, code=2)[1]
+    other.assert_refused("is of another run: --lr was 0.001, is 0.0001")
+
+
+def same_tensors(some, others):
+    assert some.keys() == others.keys()
+    assert all(torch.equal(some[name], others[name]) for name in some)
+
+
+def forgets_at_4(folder, what, losses, *args):
+    """A copy that does not restore it goes on from the checkpoint of step 4 to other losses."""
+    plant(folder / what, *FORGOTTEN[what])
+    shutil.copytree(folder / "out", folder / what / "out")
+    shutil.rmtree(folder / what / "out" / "step-000007")
+    again, _ = train(folder / what, *args, "--resume", file=folder / what / FILE.name)
+    assert again[:4] == losses[:4] and again[6] != losses[6], what
+
+
+@STRESS
+@pytest.mark.parametrize("mesh", [(2, 1), (2, 2)])
+def test_what_is_not_restored(mesh, tmp_path, odd_llama):
+    losses, _ = train(tmp_path, "--model", odd_llama, mesh=mesh)
+    for what in FORGOTTEN:
+        forgets_at_4(tmp_path, what, losses, "--model", odd_llama)
+
+
+@STRESS
+def test_damaged(tmp_path, odd_llama):
+    """Of one rank's file a few bytes are others: the one before is taken, to the same bits."""
+    losses, _ = train(tmp_path, "--model", odd_llama)
+    with (tmp_path / "out" / "step-000007" / "rank1.safetensors").open("r+b") as file:
+        file.seek(-3, 2)
+        file.write(b"abc")
+    again, result = train(tmp_path, "--model", odd_llama, "--resume")
+    assert "skipped a damaged checkpoint" in result.out and again == losses
+
+
+@STRESS
+@pytest.mark.parametrize(("a", "b"), [(a, b) for a in MESHES[:4] for b in MESHES[:4] if a != b])
+def test_another_mesh(a, b, tmp_path, odd_llama):
+    """What one mesh wrote, another reads and writes anew: the same bits, when made whole."""
+    args = ["--model", odd_llama, "--dtype", "float64"]
+    losses, _ = train(tmp_path, *args, mesh=a)
+    before = whole(tmp_path / "out")
+    again, _ = train(tmp_path, *args, "--resume", mesh=b)
+    assert again == losses
+    same_tensors(before, whole(tmp_path / "out"))
+    shutil.rmtree(tmp_path / "out" / "step-000007")
+    again, _ = train(tmp_path, *args, "--resume", mesh=b)
+    assert again == pytest.approx(losses, rel=1e-9)
+
+
+@STRESS
+def test_fifty_kills(tmp_path, odd_llama):
+    """SIGKILL of either rank, at any moment: in the end the undisturbed run's bits."""
+    args = ["--model", odd_llama, "--steps", 2000, "--save-every", 5]
+    (tmp_path / "alone").mkdir()
+    losses, _ = train(tmp_path / "alone", *args)
+    chance, kills, reached = random.Random(0), [], []
+
+    def kill():
+        ranks = psutil.Process(launch.nursery().process.pid).children()
+        if len(ranks) == 2:
+            chance.choice(ranks).kill()
+            kills.append(time.monotonic())
+
+    path = tmp_path / "record.json"
+    args = [*FROM, *args, "--dp", 2, "--output-dir", tmp_path / "out", "--resume", "--json", path]
+    for _ in range(100):
+        killer = threading.Timer(chance.uniform(0, 6) if len(kills) < 50 else 1e6, kill)
+        killer.start()
+        result = launch.ranks(FILE, *args, nproc=2, folder=tmp_path, timeout=300)
+        killer.cancel()
+        found = list_checkpoints(tmp_path / "out") if (tmp_path / "out").exists() else []
+        reached.append(step_of(found[0]) if found else 0)
+        if result.code == 0:
+            break
+    assert result.code == 0 and len(kills) == 50 and reached == sorted(reached), reached
+    assert json.loads(path.read_text())["results"]["losses"] == losses
+    ends = [whole(folder / "out") for folder in (tmp_path, tmp_path / "alone")]
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[1])
+    print(f"50 kills, at steps {reached}")
 
 
 @STRESS
@@ -114,7 +269,7 @@ def test_it_learns(tmp_path):
     """300 steps: the held-out loss is far below a bigram model's."""
     path = tmp_path / "record.json"
     args = ["--dp", 2, "--steps", 300, "--batch-size", 24, "--seq-len", 96, "--lr", 4e-3]
-    args += ["--num-documents", 4000, "--warm-up", 30, "--export", tmp_path / "exported"]
+    args += ["--num-documents", 4000, "--warm-up", 30, "--output-dir", tmp_path / "out"]
     result = launch.ranks(FILE, *args, "--json", path, nproc=2, folder=tmp_path, timeout=900)
     assert result.code == 0, result.tail()
     learnt = json.loads(path.read_text())["results"]

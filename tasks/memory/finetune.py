@@ -2,6 +2,7 @@
 
 import argparse
 import copy
+import hashlib
 import statistics
 import tempfile
 import warnings
@@ -13,7 +14,7 @@ from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from safetensors.torch import save_file
 
 from memory.long_sequence import Techniques, possible
-from utils.checkpoint import swap
+from utils.checkpoint import fingerprint, swap
 from utils.errors import UserError
 from utils.flags import gib, positive
 from utils.measure import is_for_memory, limited_memory
@@ -162,6 +163,22 @@ def within_budget(run, budget, shape, function):
 
 
 # ---------------------------------------------------------------- the result
+
+
+def identity(flags, config, model, ids):
+    """What must be the same for a checkpoint to be continued; of the weights some values each.
+
+    flags: {name: value}. model: without its adapter; what is not frozen counts only where nothing
+    is. ids: all that it is trained on.
+    """
+    every = list(model.parameters())
+    kept = [p for p in every if not p.requires_grad] or every
+    sample = [p.detach().flatten()[:: 1 + p.numel() // 256] for p in kept]
+    settings = repr(sorted((config.to_dict() | {"transformers_version": ""}).items()))
+    return flags | {
+        "weights": fingerprint(sample), "text": fingerprint([ids]),
+        "config": hashlib.sha256(settings.encode()).hexdigest(),
+    }  # fmt: skip
 
 
 def report(run, positions):

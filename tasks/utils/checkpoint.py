@@ -59,6 +59,8 @@ class Checkpoints:
     of such checkpoints.
     """
 
+    load = staticmethod(lambda folder: load_checkpoint(folder))
+
     def __init__(self, run, folder, result, resume):
         self.run, self.folder, self.result = run, folder, folder and folder / result
         self.model, self.same, self.found = run.source.directory, None, None
@@ -103,7 +105,7 @@ class Checkpoints:
         """
 
         def read():
-            found = load_checkpoint(self.folder) if self.resumes and self.run.rank == 0 else None
+            found = self.load(self.folder) if self.resumes and self.run.rank == 0 else None
             before = found[1]["same"] if found else same
             other = [name for name in same if before.get(name) != same[name]]
             if other:
@@ -194,22 +196,6 @@ def load_state(tensors, parameters, optimizer):
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
-def identity(flags, config, model, ids):
-    """What must be the same for a checkpoint to be continued; of the weights some values each.
-
-    flags: {name: value}. model: without its adapter; what is not frozen counts only where nothing
-    is. ids: all that it is trained on.
-    """
-    every = list(model.parameters())
-    kept = [p for p in every if not p.requires_grad] or every
-    sample = [p.detach().flatten()[:: 1 + p.numel() // 256] for p in kept]
-    settings = repr(sorted((config.to_dict() | {"transformers_version": ""}).items()))
-    return flags | {
-        "weights": fingerprint(sample), "text": fingerprint([ids]),
-        "config": hashlib.sha256(settings.encode()).hexdigest(),
-    }  # fmt: skip
-
-
 def fingerprint(tensors):
     """SHA-256 of the tensors' bits, in hex."""
     total = hashlib.sha256()
@@ -222,40 +208,59 @@ def fingerprint(tensors):
 
 
 def save_checkpoint(folder, step, tensors, record, keep=2):
-    """Write folder/step-N, then remove all but `keep`, this one and those before it. By one rank.
+    """Write folder/step-N, of tensors by name and what JSON can hold, by one rank.
 
-    Any of a later step go too: they were damaged, or this one would not have been trained.
-
-    tensors: {name: tensor}; record: what JSON can hold. Raises OSError, say of a full disk, and
-    leaves the older ones as they were.
+    Raises OSError, say of a full disk, and leaves the older ones as they were.
     """
-    final = folder / f"step-{step:06}"
-    part = folder / f".{final.name}.part"
-    clean(folder)
+    part = begin(folder, step)
     try:
-        part.mkdir()
         save_file(
             {name: t.detach().cpu().contiguous() for name, t in tensors.items()}, part / STATE
         )
-        (part / RECORD).write_text(json.dumps(record))
-        manifest = {name: digest(part / name) for name in (STATE, RECORD)} | {"step": step}
-        (part / MANIFEST).write_text(json.dumps(manifest))
-        for path in (*part.iterdir(), part):
-            flush(path)
+        flush(part / STATE)
+        finish(part, step, record, {STATE: digest(part / STATE)}, keep)
     except Exception as error:
         shutil.rmtree(part, ignore_errors=True)
         if not isinstance(error, OSError):  # safetensors has an error of its own for a full disk
             raise OSError(str(error)) from error
         raise
+
+
+def begin(folder, step):
+    """An empty folder beside folder/step-N, for its files."""
+    clean(folder)
+    part = folder / f".step-{step:06}.part"
+    part.mkdir()
+    return part
+
+
+def finish(part, step, record, digests, keep=2):
+    """Put a folder in its place, whose files, {name: SHA-256}, are on the disk.
+
+    Then remove all but `keep`, this one and those before it; those of later steps, too: they were
+    damaged, or this one would not have been trained.
+    """
+    (part / RECORD).write_text(json.dumps(record))
+    manifest = digests | {RECORD: digest(part / RECORD), "step": step}
+    (part / MANIFEST).write_text(json.dumps(manifest))
+    for path in part / RECORD, part / MANIFEST, part:
+        flush(path)
+    final = part.with_name(f"step-{step:06}")
     swap(part, final)
-    found = list_checkpoints(folder)
+    found = list_checkpoints(part.parent)
     place = found.index(final)
     for other in found[:place] + found[place + keep :]:
         shutil.rmtree(other, ignore_errors=True)
 
 
 def load_checkpoint(folder):
-    """(tensors, record, warnings) of the newest good checkpoint; None if there is none at all.
+    """(tensors, record, warnings) of the newest good checkpoint; None if there is none at all."""
+    path, warnings = newest(folder)
+    return path and (load_file(path / STATE), json.loads((path / RECORD).read_text()), warnings)
+
+
+def newest(folder):
+    """The newest good checkpoint, None if there is none, and warnings.
 
     Warnings say which newer ones are damaged, and how. Raises UserError if all are: starting anew
     instead would be a surprise.
@@ -264,12 +269,12 @@ def load_checkpoint(folder):
     for path in found:
         reason = damage(path)
         if not reason:
-            return load_file(path / STATE), json.loads((path / RECORD).read_text()), warnings
+            return path, warnings
         warnings.append(f"{path}: {reason}")
     if found:
         raise UserError(f"no good checkpoint: {'; '.join(warnings)}; name another --output-dir, or "
                         "remove them")  # fmt: skip
-    return None
+    return None, warnings
 
 
 def list_checkpoints(folder):
@@ -286,14 +291,15 @@ def damage(path):
     """What is wrong with a checkpoint, or None."""
     try:
         manifest = json.loads((path / MANIFEST).read_text())
-        for name in (STATE, RECORD):
+        step = manifest.pop("step")
+        for name in manifest.keys() | {RECORD}:
             if digest(path / name) != manifest[name]:
                 return f"{name} is not what was written"
-        if manifest["step"] != step_of(path):
-            return f"it is of step {manifest['step']}"
+        if step != step_of(path):
+            return f"it is of step {step}"
     except OSError as error:
         return f"{Path(error.filename or path).name}: {error.strerror}"
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         return f"{MANIFEST} is damaged"
     return None
 

@@ -1,12 +1,12 @@
 """Pretraining: held against a single rank's, told of, beside a bigram model, and exported."""
 
+import hashlib
 import logging
 import math
 import shutil
 import time
 from collections import Counter
-from itertools import pairwise
-from pathlib import Path
+from itertools import islice, pairwise
 
 import torch
 import transformers
@@ -15,6 +15,7 @@ from torch.linalg import vector_norm
 from tqdm import tqdm
 from transformers import LlamaForCausalLM
 
+from utils.checkpoint import fingerprint, swap
 from utils.collectives import all_reduce
 from utils.errors import UserError
 from utils.float64 import compute_in_float64
@@ -113,16 +114,18 @@ class Trial:
             rates.append(optimizer.param_groups[0]["lr"])
         return [torch.tensor(of, dtype=torch.float64) for of in (losses, norms, rates)]
 
-    def check_steps(self, run, model, steps):
-        """Of the first ones, each its loss, norm and learning rate; the parameters after them.
+    def check_steps(self, run, model, training, losses):
+        """Of the first steps each its loss, norm and learning rate; the parameters after them.
 
         Parameters in float64 alone: where a gradient is nearly 0, Adam's step is as long as
-        elsewhere, and goes where rounding points.
+        elsewhere, and goes where rounding points. training: see `saving`. losses: so far; if there
+        are any, the training goes on, and nothing is checked.
         """
+        steps = [] if losses else list(islice(training, self.steps))
         for i, (loss, norm, rate) in enumerate(steps):
             run.print0(f"Update={i}, Loss={loss:.4f}, norm of the gradients {norm:.3f}, "
                        f"learning rate {rate:.2e}")  # fmt: skip
-        if not self.steps:
+        if not steps:
             return
         models = self.references[:1]
         models += [wider_copy(one) for one in models if run.dtype in WIDER]
@@ -143,22 +146,47 @@ class Trial:
             run.check(name)
 
 
-def progress(run, training, done, steps, tokens):
+def identity(run, args, rows):
+    """What must be the same for a checkpoint to be continued."""
+    names = "steps", "lr", "warm_up", "batch_size", "dtype", "seed"
+    flags = {f"--{name.replace('_', '-')}": getattr(args, name) for name in names}
+    settings = repr(sorted((run.source.config.to_dict() | {"transformers_version": ""}).items()))
+    text = fingerprint([rows[i][0] for i in range(len(rows))])
+    config = hashlib.sha256(settings.encode()).hexdigest()
+    return flags | {"--seq-len": rows.length, "text": text, "config": config}
+
+
+def saving(training, losses, args, save):
+    """The same steps, (loss, norm, rate) each, of which the losses are kept, and checkpoints.
+
+    save(losses): writes one; every so many steps, and at the end.
+    """
+    for step in training:
+        losses.append(step[0])
+        if len(losses) % args.save_every == 0 and len(losses) < args.steps:
+            save(losses)
+        yield step
+    save(losses)
+
+
+def progress(run, training, losses, args, tokens):
     """Go on to the last step, with a bar where somebody looks. tokens: of a step, of all ranks."""
-    if done >= steps:
-        return
+    done, steps = len(losses), args.steps
     bar = tqdm(total=steps, initial=done, desc="train", unit="step", mininterval=2.0,
                disable=None if run.rank == 0 else True)  # fmt: skip
 
     def go_on():
-        for step, (loss, norm, _) in enumerate(training, done):
+        for loss, norm, _ in training:
             bar.update()
             bar.set_postfix(loss=f"{loss:.3f}", norm=f"{norm:.2f}", refresh=False)
-            if (step + 1) % max(1, steps // 10) == 0:
-                run.print0(f"Update={step}, Loss={loss:.4f}")
+            if len(losses) % max(1, steps // 10) == 0:
+                run.print0(f"Update={len(losses) - 1}, Loss={loss:.4f}")
 
     begin = time.perf_counter()
     peak = peak_memory_of_process(run.device, go_on)
+    run.results["losses"] = losses
+    if done >= steps:
+        return
     speed = (steps - done) * tokens / (time.perf_counter() - begin)
     bar.close()
     peaks = run.gather_objects(peak)
@@ -215,26 +243,14 @@ def say_what_was_learnt(run, loss, rows, held):
 # ---------------------------------------------------------------- export
 
 
-def refuse_folder(run, folder):
-    """UserError, on all ranks, for a folder to export to that is there, or cannot be made."""
-
-    def try_it():
-        if folder and run.rank == 0:
-            if Path(folder).exists():
-                raise UserError(f"--export {folder}: is there already")
-            Path(folder).resolve().parent.mkdir(parents=True, exist_ok=True)
-
-    run.together(try_it)
-
-
-def export(run, model, tokenizer, folder, batch, loss):
+def export(run, model, tokenizer, checkpoints, batch, loss):
     """Write what plain transformers loads, whole or not at all, and check it by doing that.
 
-    loss: what the ranks make of a batch, (ids, labels), of all ranks. Rank 0 continues its first
-    row by what was written.
+    checkpoints: where it goes. loss: what the ranks make of a batch, (ids, labels), of all ranks.
+    Rank 0 continues its first row by what was written.
     """
     transformers.utils.logging.disable_progress_bar()
-    whole = {}
+    whole, folder = {}, checkpoints.result
     for name, parameter in model.named_parameters():
         full = parameter.detach().full_tensor()
         if run.rank == 0:
@@ -243,15 +259,15 @@ def export(run, model, tokenizer, folder, batch, loss):
     def write():
         if run.rank:
             return
-        path = Path(folder).resolve()
-        part = path.with_name(f".{path.name}.part")
+        checkpoints.claim.check()
+        part = folder.with_name(".result-model.part")
         shutil.rmtree(part, ignore_errors=True)
         one = run.source.empty_model()
         one.load_state_dict(whole, strict=False, assign=True)
         one.tie_weights()
         one.save_pretrained(part)
         tokenizer.save_pretrained(part)
-        part.rename(path)
+        swap(part, folder)
 
     run.together(write)
     ids, labels = batch
