@@ -76,7 +76,7 @@ class DataPartitioner:
 
     def __init__(self, data, sizes=(0.7, 0.2, 0.1), seed=1234):
         if min(sizes) < 0 or abs(sum(sizes) - 1) > 1e-6:
-            raise ValueError(f"sizes of partitions must add up to 1, not {sum(sizes):g}: {sizes}")
+            raise ValueError(f"sizes of partitions must be 0 or more, and add up to 1: {sizes}")
         index = list(range(len(data)))
         random.Random(seed).shuffle(index)
         ends = [round(share * len(data)) for share in accumulate(sizes, initial=0)]
@@ -239,7 +239,7 @@ def main():
     add("--num-sequences", type=positive, default=40, help="7 of 10 to train on; default 40")
     add("--epochs", type=natural, default=2, help="of training, after the checks; default 2")
     add("--lr", type=rate, default=1e-4, help="AdamW's learning rate; default 1e-4")
-    add("--spawn", type=positive, help="so many processes, and compare their gradients; default 0")
+    add("--spawn", type=positive, help="so many processes, without torchrun; default none")
     add("--estimate", action="store_true", help="say what memory it wants, and stop; default no")
     start(parser.parse_args(), show)
 

@@ -16,8 +16,8 @@ model parallelism, one rank works at a time.
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 2 tasks/pipeline_llama.py
 
-runs these two by hand and by torch.distributed.pipelining, and its interleaved 1F1B (several stages
-a rank) and zero bubble, each checked against a single-rank run of the unmodified model.
+runs these two by hand and by torch.distributed.pipelining (whose GPipe goes back B0 first), and its
+interleaved 1F1B and zero bubble (several stages a rank), each checked against the unmodified model.
 """
 
 import copy
@@ -195,7 +195,7 @@ class Pipeline:
             losses, logits = run_by_hand(self.stages[0], order, list(pieces), self.loss, *groups)
         else:
             key, losses = (len(sizes), ids.shape), []
-            if key not in self.made:  # anew for each shape, which its ranks agree on at first
+            if key not in self.made:  # in its first step the ranks tell each other the shapes
                 self.made[key] = self.schedule_of_torch(len(sizes), ids.device)
             given = {"target": labels, "losses": losses} if self.is_last else {}
             logits = self.made[key].step(*[ids][self.rank :], attention_mask=mask, **given)
@@ -260,7 +260,7 @@ def main():
     add("--schedule", choices=["all", *names], default="all", help="default all of them")
     add("--batch-size", type=positive, default=8, help="sequences in a batch; default 8")
     add("--microbatches", type=positive, default=4, help="pieces of a batch; default 4")
-    add("--stages-per-rank", type=positive, default=2, help="where there are several; default 2")
+    add("--stages-per-rank", type=positive, default=2, help="in the last two; default 2")
     add("--seq-len", type=positive, default=64, help="tokens a sequence; default 64")
     add("--memory-budget", type=gib, metavar="GIB", help="in place of the checks: train in 1F1B by "
         "hand, each rank with so much memory beyond what it has; default none")  # fmt: skip

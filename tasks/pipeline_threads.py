@@ -13,7 +13,7 @@ PyTorch's kernels run without the interpreter's lock, so threads work at the sam
 runs a backward on CPUs in the thread that calls it: for all partitions in one. So the graph is cut
 between partitions, and the backward goes through the same queues, tick by tick in reverse.
 
-    python tasks/pipeline_threads.py
+    OMP_NUM_THREADS=1 python tasks/pipeline_threads.py
 
 splits a Llama over two threads, checks logits, loss and all gradients against the unmodified model,
 and to the bit against the same microbatches one after the other, and measures both. (After GPipe,
@@ -98,6 +98,7 @@ class Worker:
                 self.results.put(None)
             except BaseException as error:  # for the caller, who waits for it
                 self.results.put(error)
+            del task  # and what it works on, while there is nothing to do
 
     def begin(self, task):
         self.tasks.put((task, torch.is_grad_enabled()))
@@ -197,7 +198,7 @@ class Block(nn.Module):
 
 
 def as_sequential(model, stops, devices):
-    """A LlamaForCausalLM, without a mask, as an nn.Sequential of labelled modules; weights shared.
+    """A LlamaForCausalLM, without a mask, as an nn.Sequential of its own modules, labelled.
 
     stops: of each device, the layer before which its share ends. A tied LM head gets a copy of the
     embedding: two threads would add to one gradient in whatever order.
@@ -241,9 +242,9 @@ def main():
     parser = make_parser(__doc__)
     add = parser.add_argument
     add("--batch-size", type=positive, default=8, help="sequences in a batch; default 8")
-    add("--split-size", type=positive, default=2, help="of a microbatch; default 2")
+    add("--split-size", type=positive, default=2, help="sequences in a microbatch; default 2")
     add("--seq-len", type=positive, default=64, help="tokens a sequence; default 64")
-    add("--threads", type=positive, default=2, help="devices, each with a thread; default 2")
+    add("--threads", type=positive, default=2, help="devices, one thread each; default 2")
     add("--repeats", type=natural, help=REPEATS_HELP)
     start(parser.parse_args(), show)
 

@@ -10,14 +10,14 @@ between its blocks is split by tokens, too (Megatron's sequence parallelism, arX
     out of it               g: all-reduce; nothing      reduce-scatter of tokens; all-gather
     a norm's gradient       equal on all ranks          a sum over the ranks' tokens
 
-(forward; backward). An all-reduce is a reduce-scatter and an all-gather: the bytes are the same.
+(forward; backward). An all-reduce is a reduce-scatter and an all-gather: as many bytes.
 The logits stay split by words, and so does their cross-entropy (`loss_parallel`). Along dp, FSDP2
 splits each tensor once more (as `data_parallel.py`), or `--replicate` keeps copies of it.
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 4 tasks/pretrain_2d.py --dp 2 --tp 2
 
 holds ten steps against a single-rank run of the unmodified model: losses, gradients, their norms,
-learning rates, parameters. `--output-dir DIR` keeps checkpoints, from which any mesh goes on.
+learning rates, parameters. `--output-dir DIR` keeps checkpoints, which other meshes read, too.
 """
 
 import math
@@ -56,7 +56,7 @@ TOKENS, WHOLE = Shard(1), Replicate()  # where a hidden state (B, S, H) lies
 
 
 def scatter_tokens(total):
-    """A Partial DTensor, added up: each rank gets the sum of its own tokens."""
+    """A Partial DTensor, added up over the ranks: each gets its own tokens of the sum."""
     return total.redistribute(placements=[TOKENS]).to_local(grad_placements=[TOKENS])
 
 
@@ -87,7 +87,7 @@ class TakeHeads(ColwiseParallel):
 
 
 class PutHeads(RowwiseParallel):
-    """o_proj behind heads that do not divide: a rank's are summands of them all, 0 elsewhere."""
+    """o_proj behind heads that do not divide: a sum goes in, to which each rank gives its heads."""
 
     def __init__(self, *pad):  # columns of other ranks' heads, before and behind
         super().__init__(input_layouts=Partial(), output_layouts=TOKENS)
@@ -212,7 +212,7 @@ def make_optimizer(model, lr, steps, warm_up):
 
 
 def train(model, mesh, batches, optimizer, schedule, replicate=False, clip=1.0):
-    """Yield of each step its loss, the norm of all gradients, over both axes, and the rate."""
+    """Yield of each step its loss, the gradients' norm over both axes, unclipped, and the rate."""
     for batch in batches:
         optimizer.zero_grad()
         if isinstance(model, FSDPModule):

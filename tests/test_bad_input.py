@@ -282,6 +282,7 @@ def test_what_the_hub_says(kind, monkeypatch):
     assert kind in str(caught.value) and "Secret" not in str(caught.value)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     "kind", ["refuses", *(pytest.param(k, marks=pytest.mark.stress) for k in ("silent", "off"))]
 )

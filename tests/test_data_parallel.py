@@ -27,7 +27,7 @@ def test_partitioner():
 
 @pytest.mark.parametrize("sizes", [(0.5, 0.4), (0.7, 0.2, 0.2), (1.5, -0.5)])
 def test_sizes_that_are_no_shares(sizes):
-    with pytest.raises(ValueError, match="must add up to 1"):
+    with pytest.raises(ValueError, match="and add up to 1"):
         DataPartitioner(range(10), sizes)
 
 
@@ -83,7 +83,7 @@ def test_average_gradients(tmp_path):
 
 
 def test_spawn():
-    """The README's line without torchrun: processes, their files, the single rank's gradients.
+    """Without torchrun: processes, their files, the single rank's gradients.
 
     Of one sample to train on, so that the second process has none.
     """

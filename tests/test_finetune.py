@@ -326,6 +326,16 @@ def test_killed_while_saving(trained, tmp_path, monkeypatch):
     assert sorted(p.name for p in folder.glob("*step-*")) == ["step-000002", "step-000004"]
 
 
+def test_killed_between_two_renames(tmp_path):
+    """A checkpoint that was to be replaced has moved aside, and the new one has no name yet."""
+    checkpoint.save_checkpoint(tmp_path, 1, {"a": torch.ones(9)}, {"n": 1})
+    (tmp_path / "step-000001").rename(tmp_path / ".step-000001.part.old")
+    (tmp_path / ".step-000001.part").mkdir()
+    checkpoint.clean(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
+    assert checkpoint.load_checkpoint(tmp_path)[1] == {"n": 1}
+
+
 def test_a_good_checkpoint_at_every_moment(tmp_path):
     """A watcher that reads again and again while others are saved and removed."""
     checkpoint.save_checkpoint(tmp_path, 1, {"a": torch.ones(9)}, {"n": 1})

@@ -178,6 +178,7 @@ def test_resume(tmp_path, odd_llama):
     same_tensors(end, whole(out))
     again, result = train(tmp_path, *args, "--resume", mesh=(1, 2))
     assert "resumed after 7 steps" in result.out and again == losses
+    assert "check losses of 7 steps" in result.out and "check norms" not in result.out
     same_tensors(end, whole(out))
     train(tmp_path, *args, code=2)[1].assert_refused("add --resume to go on")
     other = train(tmp_path, *args, "--resume", "--lr", 1e-4, code=2)[1]

@@ -36,7 +36,7 @@ def pad(samples, size):
 
 
 class Batches:
-    """This rank's batches of an epoch, on its device: as many on all ranks, the last may be empty.
+    """This rank's batches of an epoch, on its device: as many as on others; its last may be empty.
 
     loader: of this rank's samples. collate: what makes a batch of a list of samples.
     """

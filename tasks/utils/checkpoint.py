@@ -332,7 +332,10 @@ def swap(part, final):
 
 
 def clean(folder):
-    """Remove what a killed job left half written: our own, by their names."""
-    for path in folder.iterdir():
-        if re.fullmatch(r"\.(step-\d{6,}|result-\w+)\.part|\.[\w-]+\.part\.old", path.name):
+    """Remove what a killed job left half written: our own, by their names. See `swap`."""
+    for path in list(folder.iterdir()):
+        old = re.fullmatch(r"\.([\w-]+)\.part\.old", path.name)
+        if old and not (folder / old[1]).exists():
+            path.rename(folder / old[1])  # the job was killed between the two renames
+        elif re.fullmatch(r"\.(step-\d{6,}|result-\w+)\.part|\.[\w-]+\.part\.old", path.name):
             shutil.rmtree(path, ignore_errors=True)

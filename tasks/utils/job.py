@@ -225,7 +225,7 @@ class Run(Comparison):
         try:
             result = function()
         except (UserError, OSError) as failure:
-            error = str(failure)
+            error = str(failure) or repr(failure)
         if errors := list(filter(None, self.gather_objects(error))):
             raise UserError(errors[0])
         return result

@@ -9,6 +9,7 @@ from collections import Counter
 from itertools import islice, pairwise
 
 import torch
+import torch.distributed as dist
 import transformers
 from torch.distributed.fsdp import FSDPModule
 from torch.linalg import vector_norm
@@ -32,9 +33,14 @@ def make_mesh(run, dp=None, tp=None):
 
     Raises UserError where their product is not the number of ranks.
     """
-    # Of clipping: a norm over two axes is two all-reduces, of one number each.
+    # PyTorch warns that clipping's norm takes two all-reduces: they are of one number each.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-    P = run.world_size
+    P, shared = run.world_size, run.device.type == "cuda" and dist.get_backend() == "gloo"
+    if shared and (tp or 1) > 1:  # pytorch issue 152645
+        raise UserError(
+            f"--share-gpus: gloo does not gather DTensors on a GPU: not --tp {tp}, but 1"
+        )
+    tp = 1 if shared else tp
     tp = tp or (max(1, P // dp) if dp else 2 - P % 2)
     dp = dp or max(1, P // tp)
     if dp * tp != P:
@@ -101,7 +107,8 @@ class Trial:
             optimizer.zero_grad()
             loss = plain_loss(model, labels, input_ids=ids, use_cache=False)
             loss.backward()
-            # (By the kernel that clipping takes: in float32 it is off by more than the gradients.)
+            # By the kernel of clip_grad_norm_: in float32 its own error is larger than what the
+            # gradients' errors make of it, and must be in the reference's, too.
             norm = vector_norm(torch.stack([vector_norm(p.grad) for p in parameters]))
             for parameter in parameters:
                 parameter.grad *= min(1, 1 / (norm.item() + 1e-6))
@@ -119,10 +126,12 @@ class Trial:
 
         Parameters in float64 alone: where a gradient is nearly 0, Adam's step is as long as
         elsewhere, and goes where rounding points. training: see `saving`. losses: so far; if there
-        are any, the training goes on, and nothing is checked.
+        are any, the training goes on, and they alone are compared.
         """
-        steps = [] if losses else list(islice(training, self.steps))
-        for i, (loss, norm, rate) in enumerate(steps):
+        resumed = [(loss,) for loss in losses[: self.steps]]
+        steps = resumed or list(islice(training, self.steps))
+        self.steps = len(steps)
+        for i, (loss, norm, rate) in enumerate([] if resumed else steps):
             run.print0(f"Update={i}, Loss={loss:.4f}, norm of the gradients {norm:.3f}, "
                        f"learning rate {rate:.2e}")  # fmt: skip
         if not steps:
@@ -132,18 +141,19 @@ class Trial:
         expected = run.expect(lambda one: self.train(run, one), models)
         actual = torch.tensor(steps, dtype=torch.float64, device=run.device).T
         names = "losses", "norms of the gradients", "learning rates"
-        for name, of_one, (reference, *exact) in zip(names, actual, expected, strict=True):
+        for name, of_one, (reference, *exact) in zip(names, actual, expected, strict=not resumed):
             pair = [(of_one.to(reference.dtype), reference, *exact)]
             if name == "learning rates":
                 run.check(name, [pair[0][:2]], tolerance=1e-12 * self.args.lr)
             else:
                 run.check(f"{name} of {len(steps)} steps", pair, own=self.own)
-        if run.dtype == torch.float64:
+        if run.dtype == torch.float64 and not resumed:
             kinds = run.slices(model, self.references, lambda name: True, lambda p: p.detach())
             name = f"parameters after {len(steps)} steps"
             for kind, pairs in kinds.items():
                 run.compare(name, pairs, tolerance=1e-10, kind=kind)
             run.check(name)
+        self.references.clear()  # rank 0 has held three models so far
 
 
 def identity(run, args, rows):
@@ -184,11 +194,11 @@ def progress(run, training, losses, args, tokens):
 
     begin = time.perf_counter()
     peak = peak_memory_of_process(run.device, go_on)
+    bar.close()
     run.results["losses"] = losses
     if done >= steps:
         return
     speed = (steps - done) * tokens / (time.perf_counter() - begin)
-    bar.close()
     peaks = run.gather_objects(peak)
     run.results |= {"tokens_per_second": speed, "peak_memory_bytes": peaks}
     run.print0(f"tokens_per_second={speed:.0f}, padding counted, max_mem={max(peaks) / 1e9:.2f}gb")
@@ -202,7 +212,7 @@ def evaluate(loss_of, model, mesh, batches):
         part, labels = loss_of(batch)
         total, count = total + part.double() * labels, count + labels
     if isinstance(model, FSDPModule):
-        model.reshard()  # else embedding and head stay whole until a backward
+        model.reshard()  # else what is not in a layer stays whole until a backward
     return (all_reduce(total, mesh["dp"].get_group()) / count).item()
 
 
@@ -222,10 +232,12 @@ def bigram_loss(rows, held, vocab_size):
         first.update(row[:-1])
         pairs.update(pairwise(row))
 
+    every = seen.total() + vocab_size
+
     def loss(s):
         losses = []
         for a, b in (pair for row in tokens(held) for pair in pairwise(row)):
-            alone = (seen[b] + 1) / (seen.total() + vocab_size)
+            alone = (seen[b] + 1) / every
             losses.append(-math.log((pairs[a, b] + s * alone) / (first[a] + s)))
         return sum(losses) / len(losses)
 
@@ -259,6 +271,12 @@ def export(run, model, tokenizer, checkpoints, batch, loss):
     def write():
         if run.rank:
             return
+        try:
+            write_model()
+        except Exception as error:  # safetensors has an error of its own for a full disk
+            raise OSError(f"{folder}: not written ({error})") from error
+
+    def write_model():
         checkpoints.claim.check()
         part = folder.with_name(".result-model.part")
         shutil.rmtree(part, ignore_errors=True)
@@ -270,8 +288,10 @@ def export(run, model, tokenizer, checkpoints, batch, loss):
         swap(part, folder)
 
     run.together(write)
-    ids, labels = batch
-    again = LlamaForCausalLM.from_pretrained(folder).to(run.device, run.dtype) if whole else None
+    ids, labels = (tensor.to(run.device) for tensor in batch)
+    again = LlamaForCausalLM.from_pretrained(folder).to(run.device) if whole else None
+    if whole and again.dtype != run.dtype:  # transformers 4; its rotary table becomes coarse, too
+        again.to(run.dtype)
     if whole and run.dtype == torch.float64:
         compute_in_float64(again)
     with torch.no_grad():

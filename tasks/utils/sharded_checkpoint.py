@@ -9,6 +9,7 @@ On several machines the folder must be one that all of them see. See `checkpoint
 """
 
 import json
+import math
 import shutil
 
 import torch
@@ -62,6 +63,8 @@ class ShardedCheckpoints(Checkpoints):
         if record["world_size"] == run.world_size:
             with safe_open(path / f"rank{run.rank}.safetensors", "pt") as file:
                 for name, generator in self.generators.items():
+                    if name not in file.keys():  # noqa: SIM118  (it was on another device)
+                        continue
                     generator.set_rng_state(file.get_tensor(name).clone())
         else:
             run.print0(f"note: it was on {record['world_size']} ranks: random numbers start anew")
@@ -118,9 +121,11 @@ class ShardedCheckpoints(Checkpoints):
 def read_region(path, key, parts, region):
     """A region, a slice for each dim, of a tensor of which ranks have written parts.
 
-    parts: [[rank, its region as [[start, stop] for each dim]], ...], which together have all of it.
+    parts: [[rank, its region as [[start, stop] for each dim]], ...], no two with the same values.
+    Raises OSError where they do not have all of it, or cannot be read.
     """
-    result = None
+    shape, result = [mine.stop - mine.start for mine in region], None
+    left = math.prod(shape)
     for rank, theirs in parts:
         both = [
             (max(mine.start, first), min(mine.stop, stop))
@@ -129,9 +134,14 @@ def read_region(path, key, parts, region):
         if all(first < stop for first, stop in both):
             there = [(slice(a - of[0], b - of[0])) for (a, b), of in zip(both, theirs, strict=True)]
             here = [slice(a - m.start, b - m.start) for (a, b), m in zip(both, region, strict=True)]
-            with safe_open(path / f"rank{rank}.safetensors", "pt") as file:
-                piece = file.get_slice(key)[tuple(there)]
-            if result is None:
-                result = piece.new_full([mine.stop - mine.start for mine in region], torch.nan)
+            try:
+                with safe_open(path / f"rank{rank}.safetensors", "pt") as file:
+                    piece = file.get_slice(key)[tuple(there)]
+            except Exception as error:  # safetensors has errors of its own
+                raise OSError(f"{path}: {key}: {error}") from error
+            result = piece.new_empty(shape) if result is None else result
             result[tuple(here)] = piece
-    return torch.empty([mine.stop - mine.start for mine in region]) if result is None else result
+            left -= piece.numel()
+    if left:
+        raise OSError(f"{path}: {key}: not all of it is there")
+    return torch.empty(shape) if result is None else result
