@@ -263,10 +263,8 @@ def main():
 def show(run, args):
     """All checks of the first steps, and the training."""
     checkpoints = ShardedCheckpoints(run, args.output_dir, "model", args.resume)
-    mesh = pretraining.make_mesh(run, args.dp, args.tp)
-    dp, tp = mesh.shape
-    if (B := args.batch_size) % dp:
-        raise UserError(f"--batch-size {B}: not a multiple of --dp {dp}")
+    mesh, B = pretraining.make_mesh(run, args.dp, args.tp, args.batch_size), args.batch_size
+    tp = mesh["tp"].size()
     S = -(-args.seq_len // tp) * tp  # as many tokens on each rank
     tokenizer, rows, held = load_rows(run, args.text, args.num_documents, S, B)
     run.source.from_scratch(tokenizer)

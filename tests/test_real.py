@@ -26,7 +26,7 @@ JOBS = {
     "kv_cache": SHORT,
     "pipeline_llama": ["--batch-size", 4, "--microbatches", 2, "--seq-len", 24],
     "data_parallel": ["--batch-size", 4, "--num-sequences", 10, "--seq-len", 19, "--epochs", 0],
-    "pretrain_2d": ["--batch-size", 4, "--seq-len", 16, "--num-documents", 40, "--steps", 2],
+    "pretrain_2d": ["--batch-size", 6, "--seq-len", 16, "--num-documents", 60, "--steps", 2],
     **{f"ulysses_finetune {peft}": [*STEP, peft] for peft in ("prompt", "lora", "none")},
 }
 del JOBS["ulysses_finetune"]

@@ -28,10 +28,10 @@ from utils.wider import WIDER, wider_copy
 STEPS = 10  # at most, that are compared
 
 
-def make_mesh(run, dp=None, tp=None):
+def make_mesh(run, dp=None, tp=None, batch_size=None):
     """The mesh of the axes "dp" and "tp", of which what is None is chosen.
 
-    Raises UserError where their product is not the number of ranks.
+    Raises UserError where their product is not the number of ranks, or dp does not divide a batch.
     """
     # PyTorch warns that clipping's norm takes two all-reduces: they are of one number each.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
@@ -45,6 +45,8 @@ def make_mesh(run, dp=None, tp=None):
     dp = dp or max(1, P // tp)
     if dp * tp != P:
         raise UserError(f"--dp {dp} times --tp {tp} is not {P}, the number of ranks")
+    if batch_size and batch_size % dp:
+        raise UserError(f"--batch-size {batch_size}: not a multiple of --dp {dp}")
     run.print0(f"mesh: dp={dp} x tp={tp}")
     run.print_in_order(f"Starting worker {run.rank}/{P}: dp {run.rank // tp}, tp {run.rank % tp}, "
                        f"on {run.device}")  # fmt: skip
