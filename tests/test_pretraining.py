@@ -130,7 +130,7 @@ def train(folder, *args, mesh=(2, 1), code=0, file=FILE):
     """Run it in a folder, and return its losses and how it ended."""
     path, (dp, tp) = folder / "record.json", mesh
     args = [*FROM, "--dp", dp, "--tp", tp, "--output-dir", folder / "out", "--json", path, *args]
-    result = launch.ranks(file, *args, nproc=dp * tp, folder=folder)
+    result = launch.ranks(file, *args, nproc=dp * tp, folder=folder, timeout=400)
     assert result.code == code, result.tail()
     return json.loads(path.read_text())["results"]["losses"] if code == 0 else None, result
 
@@ -236,7 +236,7 @@ def test_another_mesh(a, b, tmp_path, odd_llama):
 @STRESS
 def test_fifty_kills(tmp_path, odd_llama):
     """SIGKILL of either rank, at any moment: in the end the undisturbed run's bits."""
-    args = ["--model", odd_llama, "--steps", 2000, "--save-every", 5]
+    args = ["--model", odd_llama, "--steps", 400, "--save-every", 5]
     (tmp_path / "alone").mkdir()
     losses, _ = train(tmp_path / "alone", *args)
     chance, kills, reached = random.Random(0), [], []
