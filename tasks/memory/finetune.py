@@ -2,7 +2,6 @@
 
 import argparse
 import copy
-import hashlib
 import statistics
 import tempfile
 import warnings
@@ -14,7 +13,7 @@ from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from safetensors.torch import save_file
 
 from memory.long_sequence import Techniques, possible
-from utils.checkpoint import fingerprint, swap
+from utils.checkpoint import fingerprint, fingerprint_of_config, swap
 from utils.errors import UserError
 from utils.flags import gib, positive
 from utils.measure import is_for_memory, limited_memory
@@ -174,10 +173,9 @@ def identity(flags, config, model, ids):
     every = list(model.parameters())
     kept = [p for p in every if not p.requires_grad] or every
     sample = [p.detach().flatten()[:: 1 + p.numel() // 256] for p in kept]
-    settings = repr(sorted((config.to_dict() | {"transformers_version": ""}).items()))
     return flags | {
         "weights": fingerprint(sample), "text": fingerprint([ids]),
-        "config": hashlib.sha256(settings.encode()).hexdigest(),
+        "config": fingerprint_of_config(config),
     }  # fmt: skip
 
 

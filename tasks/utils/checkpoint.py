@@ -196,6 +196,12 @@ def load_state(tensors, parameters, optimizer):
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
+def fingerprint_of_config(config):
+    """SHA-256 of a model's configuration, whichever transformers wrote it, in hex."""
+    settings = repr(sorted((config.to_dict() | {"transformers_version": ""}).items()))
+    return hashlib.sha256(settings.encode()).hexdigest()
+
+
 def fingerprint(tensors):
     """SHA-256 of the tensors' bits, in hex."""
     total = hashlib.sha256()

@@ -1,6 +1,5 @@
 """Pretraining: held against a single rank's, told of, beside a bigram model, and exported."""
 
-import hashlib
 import logging
 import math
 import shutil
@@ -16,7 +15,7 @@ from torch.linalg import vector_norm
 from tqdm import tqdm
 from transformers import LlamaForCausalLM
 
-from utils.checkpoint import fingerprint, swap
+from utils.checkpoint import fingerprint, fingerprint_of_config, swap
 from utils.collectives import all_reduce
 from utils.errors import UserError
 from utils.float64 import compute_in_float64
@@ -162,9 +161,8 @@ def identity(run, args, rows):
     """What must be the same for a checkpoint to be continued."""
     names = "steps", "lr", "warm_up", "batch_size", "dtype", "seed"
     flags = {f"--{name.replace('_', '-')}": getattr(args, name) for name in names}
-    settings = repr(sorted((run.source.config.to_dict() | {"transformers_version": ""}).items()))
     text = fingerprint([rows[i][0] for i in range(len(rows))])
-    config = hashlib.sha256(settings.encode()).hexdigest()
+    config = fingerprint_of_config(run.source.config)
     return flags | {"--seq-len": rows.length, "text": text, "config": config}
 
 
