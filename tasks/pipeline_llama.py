@@ -16,8 +16,8 @@ model parallelism, one rank works at a time.
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 2 tasks/pipeline_llama.py
 
-runs these two by hand and by torch.distributed.pipelining (whose GPipe goes back B0 first), and its
-interleaved 1F1B and zero bubble (several stages a rank), each checked against the unmodified model.
+runs these two by hand and by torch.distributed.pipelining (whose GPipe goes back in F's order), and
+its interleaved 1F1B and zero bubble (several stages a rank), each against the unmodified model.
 """
 
 import copy

@@ -76,7 +76,7 @@ def processes(job):
     return found
 
 
-def run(command, timeout=120, env=None, cwd=ROOT):
+def run(command, timeout=300, env=None, cwd=ROOT):
     """Run a command to its end, or past `timeout` seconds to its stacks and its death."""
     job, begin = uuid.uuid4().hex, time.monotonic()
     process = subprocess.Popen(
@@ -164,7 +164,7 @@ class Nursery:
 nursery = functools.cache(Nursery)  # started where it is needed, once
 
 
-def ranks(path, *args, nproc, folder, timeout=120, torchrun=True, env=None, each=None):
+def ranks(path, *args, nproc, folder, timeout=300, torchrun=True, env=None, each=None):
     """A script's ranks without torchrun, forked from a process with all imports done.
 
     torchrun: whether they see what torchrun would set; else it is as after plain `python`. env:
