@@ -233,7 +233,7 @@ def test_one_line_from_all_ranks(directory):
     change_config(directory, model_type="gpt2")
     for nproc, args in (2, ["--model", directory]), (2, ["--seq-len", "x"]):
         result = launch.torchrun("tp_llama", *args, nproc=nproc)
-        assert result.code != 0 and not result.survivors and result.seconds < 20, result.tail()
+        assert result.code != 0 and not result.survivors and result.seconds < 60, result.tail()
         assert len(result.errors()) == 1 and "Traceback" not in result.out, result.tail()
         assert "exitcode  : 2" in result.err, result.tail()
 
@@ -296,12 +296,12 @@ def test_unreachable_hub(kind, tmp_path):
         env = {"HF_HUB_OFFLINE": "1" if kind == "off" else "0", "HF_HOME": str(tmp_path)}
         env |= {"HF_ENDPOINT": f"http://127.0.0.1:{hub.getsockname()[1]}"}
         result = launch.torchrun("tp_mlp", *args, nproc=2, env=env)
-        assert result.code != 0 and result.seconds < 30, result.tail()
+        assert result.code != 0 and result.seconds < 60, result.tail()
         assert len(result.errors()) == 1 and "local directory" in result.errors()[0], result.tail()
         cache = tmp_path / "hub" / "models--some--llama"
         (cache / "refs").mkdir(parents=True)
         (cache / "refs" / "main").write_text("0" * 40)
         shutil.copytree(launch.TASKS / "tiny_llama", cache / "snapshots" / ("0" * 40))
         result = launch.torchrun("tp_mlp", *args, nproc=2, env=env)
-        assert result.code == 0 and result.seconds < 30, result.tail()
+        assert result.code == 0 and result.seconds < 60, result.tail()
         assert result.out.count(f"some/llama is cached in {cache}") == 1, result.tail()
