@@ -68,6 +68,7 @@ bench: .venv/ready
 	  --json figures/pipeline.json
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node 2 figures/data_speed.py \
 	  --json figures/data_parallel.json
+	$(BIN)/python figures/training_memory.py
 
 max-seq-len: .venv/ready
 	$(BIN)/python figures/longest.py

@@ -57,6 +57,14 @@ TASK = {
         ("the bits of gradients, averaged, and parameters", "copies of"),
         ("bytes of weights, gradients, states", ": bytes of weights"),
     ]),
+    "tp_training": ("TP training", 2, [], [
+        ("a product, by columns and by rows", "^product by"),
+        ("two layers: outputs, loss, gradients", "^two layers"),
+        ("every shard a slice of the whole", "weights, "),
+        ("losses of five iterations, both batches", ": losses$"),
+        ("what they change", ": changes by 5 iterations$"),
+        ("the bits of what is whole, after them", ": copies of a parameter"),
+    ]),
     "pretrain_2d": ("Pretraining", 4, ["--dp", "2", "--tp", "2"], [
         ("every shard a slice of the whole, and none the whole", "weights, "),
         ("loss of the first step", "^loss of the first step$"),

@@ -18,6 +18,7 @@ from canvas import finish
 from claims import TASK
 from draw_data import draw_data_parallel
 from draw_diagrams import draw_diagrams
+from draw_memory import draw_memory
 from draw_pipeline import draw_pipeline
 
 HERE = Path(__file__).resolve().parent
@@ -263,13 +264,16 @@ def draw_gpu(data, records, path):
     finish(figure, (left, right), "make gpu", data, path)
 
 
-FILES = "report", "tp_speed", "longest", "collectives", "diagrams", "pipeline", "data_parallel"
+FILES = ("report", "tp_speed", "longest", "collectives", "diagrams", "pipeline", "data_parallel",
+         "training_memory")  # fmt: skip
 
 
 def kind(data):
     """What draws these records."""
     if "tasks" in data:
         return draw_checks
+    if "profiles" in data:
+        return draw_memory
     if "sizes" in data.get("results", {}):
         return draw_diagrams
     if "timelines" in data.get("results", {}):

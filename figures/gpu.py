@@ -35,7 +35,7 @@ from utils.models import Source
 LIMIT_S, CUT = 480, "its time is up"
 SCRIPTS = ["tp_mlp", "tp_attention", "tp_llama", "dtensor_llama", "kv_cache", "ulysses_forward",
            "ulysses_finetune", "pipeline_llama", "pipeline_threads", "data_parallel",
-           "pretrain_2d"]  # fmt: skip
+           "tp_training", "pretrain_2d"]  # fmt: skip
 DTYPES = "float32", "bfloat16", "float64"
 # Without timed repetitions, which are for several ranks.
 QUICK = {name: ["--repeats", 0] for name in

@@ -55,6 +55,7 @@ def arguments(script, odd_llama):
         "pipeline_threads": ["--batch-size", 5, "--seq-len", 19, "--repeats", 0],
         "pipeline_llama": ["--batch-size", 3, "--microbatches", 3, "--seq-len", 19],
         "data_parallel": ["--batch-size", 5, "--seq-len", 19, "--num-sequences", 17, "--epochs", 1],
+        "tp_training": ["--batch-size", 3, "--seq-len", 19, "--iterations", 2],
         "pretrain_2d": ["--batch-size", 4, "--seq-len", 15, "--num-documents", 40, "--steps", 3],
     }
     return ["--model", odd_llama, *flags.get(script, [])]
@@ -729,9 +730,9 @@ BUGS = {
     ),
     "a stage's optimizer takes its own steps": (
         "pipeline_llama --schedule interleaved --stages-per-rank 1", 2, "step_checks.py",
-        "        step()\n        optimizer.step()",
-        "        step()\n        [p.grad.mul_(1.01) for p in parameters[-1:]]\n"
-        "        optimizer.step()", "changes by 3 steps",
+        "            step()\n            optimizer.step()",
+        "            step()\n            [p.grad.mul_(1.01) for p in parameters[-1:]]\n"
+        "            optimizer.step()", "changes by 3 steps",
     ),
     "a thread takes another's gradient": (
         "pipeline_threads", 1, "pipeline_threads.py", "grads[i, j - 1] = x.grad",
@@ -817,6 +818,27 @@ BUGS = {
     "FSDP2 forgets the embedding": (
         "data_parallel --strategy fsdp2", 2, "data_parallel.py",
         "    fully_shard(model, mesh=mesh)\n", "", "none whole that should be split",
+    ),
+    "a part of the sum takes other columns": (
+        "tp_training --naive", 2, "tp_training.py", "part = x[:, first:stop] @",
+        "part = x[:, : stop - first] @", "product by rows",
+    ),
+    "no f before the two layers": (
+        "tp_training --naive", 2, "tp_training.py", "(copy_to_ranks(x[0], group),)", "x",
+        "two layers, iteration 0: input grad",
+    ),
+    "no g behind the two layers": (
+        "tp_training --naive", 2, "tp_training.py", "lambda _, x, y: sum_over_ranks(y, group)",
+        "lambda _, x, y: y", "two layers, iteration 0: outputs",
+    ),
+    "the loss is not split": (
+        "tp_training", 2, "tp_training.py", "split_vocabulary(model, group_of_axis(mesh))", "pass",
+        "^loss parallel weights, none whole",
+    ),
+    "a split model trains faster": (
+        "tp_training", 2, "tp_training.py", "SGD(model.parameters(), lr), []",
+        "SGD(model.parameters(), lr * (1 + 1e-3 * ('save_pretrained' in vars(model)))), []",
+        "losses|changes",
     ),
     "a norm's gradient is one rank's": (
         "pretrain_2d", 2, "pretrain_2d.py",

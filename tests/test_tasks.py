@@ -23,6 +23,7 @@ QUICK = {
     "pipeline_threads": ["--batch-size", 5, "--seq-len", 19, "--repeats", 1],
     "pipeline_llama": ["--batch-size", 6, "--microbatches", 3, "--seq-len", 19],
     "data_parallel": ["--batch-size", 7, "--seq-len", 19, "--num-sequences", 19, "--epochs", 1],
+    "tp_training": ["--seq-len", 19, "--iterations", 2],
     "pretrain_2d": ["--batch-size", 6, "--seq-len", 15, "--num-documents", 60, "--steps", 3],
 }
 WHOLE_MODEL = "tp_llama", "dtensor_llama", "ulysses_forward"

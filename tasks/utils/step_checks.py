@@ -165,11 +165,23 @@ def three_steps(parameters, step, optimizer=SGD):
     what the parameters were before.
     """
     optimizer = optimizer(parameters, lr=0.01, momentum=0.9)
+
+    def train():
+        for _ in range(3):
+            optimizer.zero_grad()
+            step()
+            optimizer.step()
+
+    return keep_changes(parameters, train)[0]
+
+
+def keep_changes(parameters, train):
+    """train(), after which each parameter's gradient is what it has changed.
+
+    Returns what the parameters were before, and what train() has returned.
+    """
     before = [parameter.detach().clone() for parameter in parameters]
-    for _ in range(3):
-        optimizer.zero_grad()
-        step()
-        optimizer.step()
+    result = train()
     for parameter, old in zip(parameters, before, strict=True):
         parameter.grad = parameter.detach() - old
-    return before
+    return before, result

@@ -1,0 +1,52 @@
+"""The bytes that tensors hold while a function runs, from events that torch.profiler records."""
+
+import os
+
+from torch.profiler import ProfilerActivity, profile
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # no lines of its own
+POINTS = 400  # that are kept of a curve
+
+
+def record_memory(function, device):
+    """What function() allocates on `device`, over time; of what was there before, nothing.
+
+    Returns [(seconds, bytes), ...] and of the peak {address: bytes} of the blocks. Tensors alone,
+    not what kernels take beside the allocator.
+    """
+    kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
+    with profile(activities=kinds, profile_memory=True) as recorded:
+        function()
+    blocks, total, curve, peak, at_peak = {}, 0, [], 0, {}
+    for event in sorted(allocations(recorded, device), key=lambda event: event.start_time_ns):
+        of = event.extra_fields
+        if of.alloc_size > 0:
+            blocks[of.ptr] = of.alloc_size
+            total += of.alloc_size
+        else:
+            total -= blocks.pop(of.ptr, 0)  # 0: it was there before
+        curve.append((event.start_time_ns, total))
+        if total > peak:
+            peak, at_peak = total, dict(blocks)
+    return thinned(curve), at_peak
+
+
+def allocations(recorded, device):
+    """All blocks given and taken back. (`export_memory_timeline` reads them, too; it is going.)"""
+    # The profiler keeps them in the tree of what ran; this way in is PyTorch's own for them.
+    left = list(recorded.profiler.kineto_results.experimental_event_tree())
+    while left:
+        event = left.pop()
+        left += event.children
+        if event.name == "[memory]" and event.extra_fields.device.type == device.type:
+            yield event
+
+
+def thinned(curve):
+    """[(ns, bytes), ...] in seconds from the first, the largest of each POINTS-th of the time."""
+    first, last = curve[0][0], curve[-1][0]
+    width, largest = (last - first) / POINTS or 1, {}
+    for time, total in curve:
+        part = int((time - first) / width)
+        largest[part] = max(largest.get(part, 0), total)
+    return [(part * width / 1e9, total) for part, total in largest.items()]

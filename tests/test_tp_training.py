@@ -1,0 +1,75 @@
+"""The tensor-parallel README's experiments: what a step's memory is made of, and bad input."""
+
+import json
+
+import pytest
+import torch
+
+import launch
+from test_planted_bugs import plant, refused
+from utils.memory_profile import record_memory
+
+FILE = launch.TASKS / "tp_training.py"
+LOGITS = "logits and what the loss makes of them"
+
+
+def test_recorded_memory():
+    """The peak of what a function allocates, to the byte; nothing of what was there before."""
+    before = [torch.ones(1000)]
+
+    def function():
+        first = torch.ones(3000)
+        before.clear()
+        second = torch.ones(5000)
+        del first
+        return second * 2
+
+    curve, blocks = record_memory(function, torch.device("cpu"))
+    peak = max(size for _, size in curve)
+    assert sum(blocks.values()) == peak == pytest.approx(40_000, abs=100)  # and a few numbers
+    assert sorted(blocks.values())[-2:] == [20_000, 20_000]
+    seconds = [second for second, _ in curve]
+    assert seconds == sorted(seconds) and seconds[0] == 0
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_memory_of_a_step(ranks, tmp_path):
+    """Three arrays as large as the logits at once; split, two of a rank's share of the words."""
+    path = tmp_path / "record.json"
+    args = ["--profile", "--model", "random/small", "--num-layers", 1, "--seq-len", 800]
+    args += ["--json", path]
+    result = launch.ranks(FILE, *args, nproc=ranks, folder=tmp_path)
+    assert result.code == 0 and result.out.count("Tests passed") == ranks, result.tail()
+    memory, V, T = json.loads(path.read_text())["results"]["memory"], 32000, 800
+    assert [len(memory[name]) for name in ("one process", "TP", "TP + loss parallel")] == [
+        1, ranks, ranks,
+    ]  # fmt: skip
+    for name, arrays, columns in (
+        ("one process", 3, V), ("TP", 3, V), ("TP + loss parallel", 2, V / ranks),
+    ):  # fmt: skip
+        for one in memory[name]:
+            assert one[LOGITS] == pytest.approx(arrays * T * columns * 4, rel=0.03), (name, one)
+            parts = one[LOGITS] + one["gradients"] + one["the rest"]
+            assert parts == one["peak"] == max(size for _, size in one["curve"])
+    whole, split = (max(one[LOGITS] for one in memory[name]) for name in list(memory)[1:3])
+    assert split < 0.55 * whole
+
+
+def test_whole_logits_where_they_are_to_be_split(odd_llama, tmp_path):
+    """The loss of a step is compared in --profile, too."""
+    plant(tmp_path, "tp_llama.py", "return lse - everyone[:, 1].sum(0)", "return lse - target")
+    args = ["--profile", "--model", odd_llama, "--seq-len", 30]
+    refused(tmp_path, "tp_training", 2, args, "^TP . loss parallel: loss")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--lr", "9e5"], "--lr 900000.0: losses that are no numbers any more"),
+        (["--text", "a"], "--text 'a': 1 tokens, too short"),
+        (["--seq-len", "2"], "--seq-len 2: too short to compare"),
+    ],
+)
+def test_refused(flags, message, tmp_path):
+    result = launch.ranks(FILE, *flags, nproc=2, folder=tmp_path)
+    assert result.code == 2 and message in result.errors()[0], result.tail()
