@@ -44,6 +44,7 @@ from utils.model_checks import (
     own_loss,
     plain_loss,
     token_losses,
+    train,
 )
 from utils.shards import keep_shard, refuse_as_whole, shard_range
 from utils.step_checks import check_copies, compare_gradients, keep_changes
@@ -99,19 +100,6 @@ SPLITS = {  # {name: (what splits a LlamaForCausalLM in place, its loss then, wh
     "loss parallel": (split_loss_alone, own_loss, LAYERS),
     "TP + loss parallel": (tensor_parallelize, own_loss, ()),
 }
-
-
-def train(model, batch, loss, lr, iterations):
-    """SGD on one batch: the loss before each step, (iterations,)."""
-    ids, mask, labels = batch
-    optimizer, losses = SGD(model.parameters(), lr), []
-    for _ in range(iterations):
-        optimizer.zero_grad()
-        value = loss(model, labels, input_ids=ids, attention_mask=mask)
-        value.backward()
-        optimizer.step()
-        losses.append(value.detach())
-    return torch.stack(losses)
 
 
 # ---------------------------------------------------------------- what is shown with it
@@ -202,7 +190,7 @@ def show_training(run, mesh, batch, lr, iterations):
 
     def trained(model, loss):
         """The losses; and each parameter's gradient is what training has changed."""
-        steps = partial(train, model, batch, loss, lr, iterations)
+        steps = partial(train, model, loss, batch, SGD(model.parameters(), lr), iterations)
         return keep_changes(list(model.parameters()), steps)[1]
 
     def expect(model):

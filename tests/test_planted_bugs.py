@@ -836,8 +836,8 @@ BUGS = {
         "^loss parallel weights, none whole",
     ),
     "a split model trains faster": (
-        "tp_training", 2, "tp_training.py", "SGD(model.parameters(), lr), []",
-        "SGD(model.parameters(), lr * (1 + 1e-3 * ('save_pretrained' in vars(model)))), []",
+        "tp_training", 2, "tp_training.py", "SGD(model.parameters(), lr),",
+        "SGD(model.parameters(), lr * (1 + 1e-3 * ('save_pretrained' in vars(model)))),",
         "losses|changes",
     ),
     "a norm's gradient is one rank's": (

@@ -268,13 +268,9 @@ def check_hidden_states(run, batch, parallel, references, tokens):
     run.check("hidden states of this rank's tokens", pairs)
 
 
-def overfit(model, loss, batch, steps):
-    """Train on one batch: the loss of each step."""
+def train(model, loss, batch, optimizer, steps):
+    """Train on one batch: the loss before each step, (steps,). loss: see `show_model`."""
     ids, mask, labels = batch
-    # foreach kernels take DTensors or ordinary tensors, not both. The large eps keeps Adam from
-    # blowing up gradients that are nothing but rounding; wide models need small steps.
-    lr = 0.5 / model.config.hidden_size
-    optimizer = torch.optim.Adam(model.parameters(), lr, eps=1e-5, foreach=False)
     losses = []
     for _ in range(steps):
         optimizer.zero_grad()
@@ -283,6 +279,15 @@ def overfit(model, loss, batch, steps):
         optimizer.step()
         losses.append(value.detach())
     return torch.stack(losses)
+
+
+def overfit(model, loss, batch, steps):
+    """Train on one batch by Adam: the loss of each step."""
+    # foreach kernels take DTensors or ordinary tensors, not both. The large eps keeps Adam from
+    # blowing up gradients that are nothing but rounding; wide models need small steps.
+    lr = 0.5 / model.config.hidden_size
+    optimizer = torch.optim.Adam(model.parameters(), lr, eps=1e-5, foreach=False)
+    return train(model, loss, batch, optimizer, steps)
 
 
 def check_overfitting(run, parallel, references, batch, steps):
