@@ -33,9 +33,10 @@ from torch.optim import SGD
 from tp_llama import split_vocabulary, tensor_parallelize
 from utils.collectives import copy_to_ranks, gather_shares, group_of_axis, sum_over_ranks
 from utils.errors import UserError
-from utils.flags import make_parser, positive, rate
+from utils.flags import gib, make_parser, positive, rate
 from utils.job import start
-from utils.memory_profile import record_memory
+from utils.measure import limited_memory
+from utils.memory_profile import PARTS, record_step
 from utils.model_checks import (
     compared_layers,
     error_of_mean,
@@ -116,6 +117,8 @@ def main():
     add("--lr", type=rate, default=0.02, help="of SGD; default 0.02")
     add("--profile", action="store_true", help="memory over a step of 1 x --seq-len tokens, "
         "instead; default no")  # fmt: skip
+    add("--memory-budget", type=gib, metavar="GIB", help="1 x --seq-len tokens instead, each rank "
+        "with so much memory beyond the weights; default none")  # fmt: skip
     start(parser.parse_args(), show)
 
 
@@ -124,6 +127,8 @@ def show(run, args):
     mesh = run.mesh("tp")
     if args.profile:
         return profile(run, mesh, args.seq_len)
+    if args.memory_budget:
+        return train_within(run, mesh, args)
     show_product(run, group_of_axis(mesh))
     show_two_layers(run, group_of_axis(mesh))
     if args.naive:
@@ -232,7 +237,23 @@ def show_training(run, mesh, batch, lr, iterations):
 
 # ---------------------------------------------------------------- memory
 
-PARTS = "gradients", "logits and what the loss makes of them", "the rest"
+
+def train_within(run, mesh, args):
+    """Iterations on one long sequence, each rank with no more memory than it is given."""
+    ids, _, labels = make_batch(run, 1, args.seq_len)
+    model = run.load_model(partial(tensor_parallelize, mesh=mesh))
+    with limited_memory(run.device, args.memory_budget):
+        optimizer = SGD(model.parameters(), args.lr)
+        losses = train(model, own_loss, (ids, None, labels), optimizer, args.iterations)
+    run.print0(f"losses: {', '.join(f'{loss:.4f}' for loss in losses)}")
+    references = run.references(run.load_reference())
+    with torch.no_grad():  # of which rank 0 has memory for the forward, without a limit
+        expected = run.expect(
+            lambda model: [token_losses(model(ids, use_cache=False).logits, labels)], references
+        )[0]
+    means = [mean_loss(of, labels) for of in expected]
+    run.check("loss of the first iteration", [(losses[0], *means)], own=error_of_mean(*expected))
+    run.check("last loss, below the first", [torch.tensor([[losses[-1] < losses[0]], [1.0]])], 0.0)
 
 
 def profile(run, mesh, seq_len):
@@ -245,7 +266,7 @@ def profile(run, mesh, seq_len):
         split, mine = SPLITS.get(name, [None])[0], None
         if split or run.rank == 0:
             model = run.load_model(split and partial(split, mesh=mesh))
-            mine = record_step(run, model, ids, columns)
+            mine = record_step(model, ids, columns)
             del model
         memory[name] = [one for one in run.gather_objects(mine) if one]
         if split:
@@ -261,36 +282,6 @@ def profile(run, mesh, seq_len):
     run.print0(f"peak beyond the weights, of one process's: TP {whole / alone:.0%}, TP + loss "
                f"parallel {split / alone:.0%}; of the two {split / whole:.0%}")  # fmt: skip
     run.results["memory"] = memory | {"tokens": seq_len, "vocab_size": V}
-
-
-def record_step(run, model, ids, columns):
-    """Of a step of SGD its loss, and the bytes of tensors: over time, and of what the peak is.
-
-    columns: how many of the vocabulary's this rank's logits have.
-    """
-    parameters, losses = list(model.parameters()), []
-
-    def step():
-        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-        loss.backward()
-        SGD(parameters, lr=0.01).step()
-        losses.append(loss.item())
-
-    curve, blocks = record_memory(step, run.device)
-    weights = sum(parameter.nbytes for parameter in parameters)
-    gradients = {(p.grad.data_ptr(), p.grad.nbytes) for p in parameters}
-    alike = {p.nbytes for p in parameters if p.nbytes > 2**20}  # one that is added to another
-    parts = dict.fromkeys(PARTS, 0)
-    for address, size in blocks.items():
-        values = size / (ids.numel() * columns)  # a row less, where labels are shifted
-        if (address, size) in gradients or size in alike:
-            parts[PARTS[0]] += size
-        elif any(0.98 * width < values < 1.01 * width for width in (2, 4, 8)):
-            parts[PARTS[1]] += size
-        else:
-            parts[PARTS[2]] += size
-    return parts | {"loss": losses[0], "weights": weights, "peak": sum(blocks.values()),
-                    "curve": curve}  # fmt: skip
 
 
 if __name__ == "__main__":

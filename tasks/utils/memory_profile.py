@@ -2,10 +2,12 @@
 
 import os
 
+from torch.optim import SGD
 from torch.profiler import ProfilerActivity, profile
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # no lines of its own
 POINTS = 400  # that are kept of a curve
+PARTS = "gradients", "logits and what the loss makes of them", "the rest"  # of a step's peak
 
 
 def record_memory(function, device):
@@ -50,3 +52,33 @@ def thinned(curve):
         part = int((time - first) / width)
         largest[part] = max(largest.get(part, 0), total)
     return [(part * width / 1e9, total) for part, total in largest.items()]
+
+
+def record_step(model, ids, columns):
+    """Of a step of SGD its loss, and the bytes of tensors: over time, and of what the peak is.
+
+    columns: how many of the vocabulary's this rank's logits have.
+    """
+    parameters, losses = list(model.parameters()), []
+
+    def step():
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        SGD(parameters, lr=0.01).step()
+        losses.append(loss.item())
+
+    curve, blocks = record_memory(step, ids.device)
+    weights = sum(parameter.nbytes for parameter in parameters)
+    gradients = {(p.grad.data_ptr(), p.grad.nbytes) for p in parameters}
+    alike = {p.nbytes for p in parameters if p.nbytes > 2**20}  # one that is added to another
+    parts = dict.fromkeys(PARTS, 0)
+    for address, size in blocks.items():
+        values = size / (ids.numel() * columns)  # a row less, where labels are shifted
+        if (address, size) in gradients or size in alike:
+            parts[PARTS[0]] += size
+        elif any(0.98 * width < values < 1.01 * width for width in (2, 4, 8)):
+            parts[PARTS[1]] += size
+        else:
+            parts[PARTS[2]] += size
+    return parts | {"loss": losses[0], "weights": weights, "peak": sum(blocks.values()),
+                    "curve": curve}  # fmt: skip

@@ -1,0 +1,86 @@
+"""How much memory a training step would take, and how many ranks: by technique, up to thousands.
+
+    python figures/estimate.py --model random/llama-3.2-1b --seq-len 4096 --device-memory 80
+
+says of each technique how many ranks it takes until a step fits, and with --technique prints a row
+for each number of ranks. On a mesh of two axes the split that fits and sends least, else the one
+that takes least. In closed form (`formulas.py`): nothing is loaded or run.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent / "tasks"))
+
+from formulas import TECHNIQUES, Work, estimates
+from utils.errors import UserError
+from utils.flags import DTYPES, gib, positive
+from utils.models import Source
+
+GIB = 2**30
+COLUMNS = "parameters", "gradients", "Adam's", "kept", "peak", "sent"
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--model", default="random/llama-3.2-1b", help="as of the tasks; default %(default)s")
+    add("--technique", nargs="+", choices=TECHNIQUES, help="a row for each number of ranks; "
+        "default of each technique the fewest ranks that fit")  # fmt: skip
+    add("--seq-len", type=positive, default=4096, help="tokens a sequence; default 4096")
+    add("--batch-size", type=positive, default=4, help="sequences of all ranks that share a model; "
+        "along dp each has as many; default 4")  # fmt: skip
+    add("--microbatches", type=positive, default=4, help="of a pipeline; default 4")
+    add("--dtype", choices=DTYPES, default="float32", help="default float32")
+    add("--device-memory", type=gib, default=80 * GIB, metavar="GIB", help="default 80")
+    add("--max-ranks", type=positive, default=4096, help="of 1, 2, 4, ...; default 4096")
+    args = parser.parse_args()
+    try:
+        show(args)
+    except UserError as error:
+        sys.exit(f"error: {error}")
+
+
+def show(args):
+    source = Source(args.model)
+    work = Work(source.config, args.seq_len, args.batch_size, DTYPES[args.dtype].itemsize,
+                args.microbatches)  # fmt: skip
+    count = work.L * work.layer() + work.ends()
+    print(f"{args.model}: {count:,} parameters, {args.dtype}, AdamW; {work.B} x {work.S} tokens; "
+          f"a device of {args.device_memory / GIB:g} GiB; GiB of a rank:")  # fmt: skip
+    print(f"{'technique':12} {'ranks':>5} {'mesh':>14}" + "".join(f"{c:>11}" for c in COLUMNS))
+    powers = [2**i for i in range(args.max_ranks.bit_length())]
+    for name in args.technique or TECHNIQUES:
+        fewest, why = None, "more memory than that, on however many ranks"
+        for P in powers:
+            try:
+                ways = estimates(name, work, P)
+            except UserError as error:
+                if P == 1 or name == "one process":
+                    break
+                why = f"more memory than that on {P // 2}, and on more: {error}"
+                break
+            fit = [way for way in ways if way.peak <= args.device_memory]
+            best = (
+                min(fit, key=lambda way: way.sent) if fit else min(ways, key=lambda way: way.peak)
+            )
+            if args.technique:
+                print(row(name, P, best) + ("  fits" if fit else ""))
+            elif fit:
+                fewest = row(name, P, best)
+                break
+        if not args.technique:
+            print(fewest or f"{name:12} {why}")
+
+
+def row(name, P, rank):
+    sizes = (rank.parameters, rank.gradients, rank.states, rank.kept, rank.peak, rank.sent)
+    return f"{name:12} {P:5} {rank.mesh:>14}" + "".join(f"{size / GIB:11.2f}" for size in sizes)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,162 @@
+"""Hold the formulas of `make estimate` against steps that are run and measured.
+
+    OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 2 figures/estimate_check.py
+
+Of a step of AdamW by each technique: what tensors hold at most, by torch.profiler; what the process
+has at most, beyond what it had before there was a model; and the bytes that a rank sends.
+"""
+
+import ctypes
+import gc
+import sys
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor.parallel import loss_parallel
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent / "tasks"))
+
+import pretrain_2d
+from data_parallel import STRATEGIES, Replica
+from dtensor_llama import dtensor_parallelize
+from formulas import Work, estimates
+from pipeline_llama import BY_HAND, Pipeline, load_stages
+from records import here_and_now
+from tp_llama import tensor_parallelize
+from ulysses_forward import sequence_parallelize
+from utils.collectives import sum_gradients
+from utils.epochs import bytes_held
+from utils.flags import make_parser, positive
+from utils.job import start
+from utils.measure import measure_costs, peak_memory_of_process, status
+from utils.memory_profile import record_memory
+from utils.model_checks import plain_loss
+from utils.traffic import bytes_sent
+
+GIB, LARGE = 2**30, 2**28  # bytes from which on the peaks are compared
+
+
+def main():
+    parser = make_parser(__doc__, model="random/balanced")
+    add = parser.add_argument
+    add("--seq-len", type=positive, default=256, help="tokens a sequence; default 256")
+    add("--batch-size", type=positive, default=4, help="sequences; along dp, of each; default 4")
+    add("--technique", nargs="+", default=list(BUILD), choices=BUILD, help="default all of them")
+    start(parser.parse_args(), measure)
+
+
+def measure(run, args):
+    """Each technique's peaks, and bytes, beside the formulas'."""
+    ids = torch.randint(run.source.config.vocab_size, (args.batch_size, args.seq_len))
+    ids = run.broadcast(ids).to(run.device)
+    run.results |= here_and_now(run.device.type, run.world_size) | {"tokens": ids.numel()}
+    for name in args.technique:
+        dtensor = name in ("dtensor", "2d", "2d, copies")
+        with loss_parallel() if dtensor else nullcontext():
+            compare(run, name, ids)
+
+
+def compare(run, name, ids):
+    """The largest of the ranks' peaks, and the mean of what they send."""
+    gc.collect()
+    if run.device.type == "cpu" and sys.platform == "linux":
+        ctypes.CDLL(None).mallopt(-3, 2**16)  # M_MMAP_THRESHOLD: what is freed goes back at once
+        ctypes.CDLL(None).malloc_trim(0)
+    idle = status("VmRSS") if run.device.type == "cpu" else torch.cuda.memory_allocated()
+    model, forward_backward = BUILD[name](run, ids)
+    make_optimizer = torch.optim.AdamW
+    if name == "zero1":
+        make_optimizer = partial(ZeroRedundancyOptimizer, optimizer_class=torch.optim.AdamW)
+    parameters = [parameter for _, parameter in model.named_parameters()]
+    optimizer = make_optimizer(parameters, lr=1e-4)
+
+    def step():
+        optimizer.zero_grad()
+        forward_backward()
+        optimizer.step()
+
+    step()  # there are states from now on
+    weights, gradients, states = bytes_held(model, optimizer)
+    sent, _ = bytes_sent(run, step)
+    optimizer.zero_grad()
+    process = peak_memory_of_process(run.device, step) - idle
+    optimizer.zero_grad()
+    tensors = weights + states + sum(record_memory(step, run.device)[1].values())
+    tensors += gradients * (name in ("ddp", "zero1"))  # which are there all the time
+    P = 1 if name == "one process" else run.world_size
+    work = Work(run.source.config, ids.shape[1], len(ids), run.dtype.itemsize)
+    said = estimates(name, work, P)[-1]
+    tensors, process = (max(run.gather_objects(peak)) for peak in (tensors, process))
+    row = {"estimate": said.peak, "tensors": tensors, "process": process,
+           "bytes": [sent, said.sent]}  # fmt: skip
+    run.results.setdefault("techniques", {})[name] = row
+    run.print0(f"{name}: peak of tensors {tensors / GIB:.3f} GiB, of the process "
+               f"{process / GIB:.3f}; estimate {said.peak / GIB:.3f}, {said.peak / tensors:.3f} "
+               f"and {said.peak / process:.3f} of them; bytes sent {sent:,.0f}, estimate "
+               f"{said.sent:,.0f}")  # fmt: skip
+    for of, peak in ("tensors", tensors), ("process", process):
+        if peak >= LARGE:
+            pair = [torch.tensor(size / GIB) for size in (said.peak, peak)]
+            run.check(f"{name}: peak of {of}, GiB", [pair], 0.1 * peak / GIB)
+    pair = [torch.tensor(size) for size in (said.sent, float(sent))]
+    run.check(f"{name}: bytes sent", [pair], 0.02 * sent)
+
+
+# ---------------------------------------------------------------- (model, its forward and backward)
+
+
+def alone(run, ids):
+    model = run.load_model()
+    return model, lambda: plain_loss(model, ids, input_ids=ids, use_cache=False).backward()
+
+
+def split(parallelize, run, ids, axis="tp"):
+    mesh = run.mesh(axis)
+    model = run.load_model(partial(parallelize, mesh=mesh))
+
+    def forward_backward():
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        if axis == "sp":
+            sum_gradients(model.parameters(), mesh)
+
+    return model, forward_backward
+
+
+def piped(schedule, run, ids):
+    P, ones = run.world_size, torch.ones_like(ids)
+    stages = load_stages(run, measure_costs(run, ids.shape[1]), P)
+    pipe = Pipeline(run.mesh("pp"), schedule, stages, P)
+    sizes = [len(ids) // Work.microbatches] * Work.microbatches
+    return stages[0], lambda: pipe.step(ids, ones, ids, sizes)
+
+
+def data(strategy, run, ids):
+    replica, batch = Replica(run, strategy, run.mesh("dp")), (ids, torch.ones_like(ids), ids)
+    return replica.model, lambda: replica.step(batch)
+
+
+def mesh_2d(replicate, run, ids):
+    mesh = run.rectangle("dp", "tp", run.world_size)
+    split = partial(pretrain_2d.parallelize_2d, mesh=mesh, replicate=replicate)
+    model = run.load_model(split).to(run.device)
+    return model, lambda: pretrain_2d.forward_backward(model, (ids, ids), mesh, replicate)
+
+
+BUILD = {
+    "one process": alone,
+    "tp": partial(split, tensor_parallelize),
+    "dtensor": partial(split, dtensor_parallelize),
+    "ulysses": partial(split, sequence_parallelize, axis="sp"),
+    **{name: partial(piped, name) for name in BY_HAND},
+    **{name: partial(data, name) for name in STRATEGIES},
+    "2d": partial(mesh_2d, False),
+    "2d, copies": partial(mesh_2d, True),
+}
+
+
+if __name__ == "__main__":
+    main()
