@@ -17,7 +17,7 @@ FIRST := $(patsubst %,tasks/%.py,tp_mlp tp_attention tp_llama dtensor_llama kv_c
 SCRIPTS = $(FIRST) $(filter-out $(FIRST),$(FOUND))
 
 .PHONY: help demo test test-all stress soak test-real test-course bench max-seq-len report figures
-.PHONY: tiny-llama gpu lint clean
+.PHONY: estimate tiny-llama gpu lint clean
 help:
 	@echo "make demo         every task, NPROC=$(NPROC) ranks, MODEL=$(MODEL), DTYPE=$(DTYPE)," \
 	  "DEVICE=$(DEVICE)"
@@ -27,6 +27,7 @@ help:
 	@echo "make test-course  the tests with the course's versions of transformers and peft"
 	@echo "make report       run every task: the tables and outputs of the pages anew"
 	@echo "make bench        measure speed (up to two hours); make figures: draw what was measured"
+	@echo "make estimate     the memory of a step by each technique, and how many ranks it takes"
 	@echo "make max-seq-len  find the longest sequence under limits on memory (an hour)"
 	@echo "make gpu          all that one GPU can show, in steps of 8 minutes (DEVICE=cpu rehearses)"
 	@echo "make tiny-llama   write, train and evaluate the embedded model anew"
@@ -69,6 +70,12 @@ bench: .venv/ready
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node 2 figures/data_speed.py \
 	  --json figures/data_parallel.json
 	$(BIN)/python figures/training_memory.py
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node 2 figures/estimate_check.py \
+	  --json figures/estimate.json
+
+# ESTIMATE="--seq-len 8192 --device-memory 24": its flags. tiny fits anywhere.
+estimate: .venv/ready
+	$(BIN)/python figures/estimate.py $(if $(filter-out tiny,$(MODEL)),--model "$(MODEL)") $(ESTIMATE)
 
 max-seq-len: .venv/ready
 	$(BIN)/python figures/longest.py

@@ -42,7 +42,7 @@ def main():
     try:
         show(args)
     except UserError as error:
-        sys.exit(f"error: {error}")
+        parser.error(error)
 
 
 def show(args):

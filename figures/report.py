@@ -242,6 +242,18 @@ def long_speed(data):
     return [*rows, "", on(data | data["results"], what)]
 
 
+def memory(data):
+    """The formulas of `make estimate` beside what was measured."""
+    rows = head("technique", "peak by the formula, GiB", "of tensors", "of the process",
+                "sent by the formula, MB", "counted")  # fmt: skip
+    for name, of in data["results"]["techniques"].items():
+        peaks = [f"{of[peak] / 2**30:.3f}" for peak in ("estimate", "tensors", "process")]
+        sent = [f"{size / 1e6:.2f}" for size in reversed(of["bytes"])]
+        rows.append(f"| {name} | {' | '.join(peaks + sent)} |")
+    what = f"`{data['model']}`, 4 x 256 tokens, {data['dtype']}, {data['world_size']} ranks"
+    return [*rows, "", on(data | data["results"], what)]
+
+
 TABLES = {  # name in its page: (made by, of)
     "summary": (summary, "report.json"),
     "checks": (checks, "report.json"),
@@ -249,6 +261,7 @@ TABLES = {  # name in its page: (made by, of)
     "profile": (profile, "tp_speed.json"),
     "longest": (longest, "longest.json"),
     "long_speed": (long_speed, "long_speed.json"),
+    "memory": (memory, "estimate.json"),
     "gpu": (gpu.table, "gpu/gpu.json"),
 }
 

@@ -1,6 +1,7 @@
 """The tensor-parallel README's experiments: what a step's memory is made of, and bad input."""
 
 import json
+import sys
 
 import pytest
 import torch
@@ -60,6 +61,22 @@ def test_whole_logits_where_they_are_to_be_split(odd_llama, tmp_path):
     plant(tmp_path, "tp_llama.py", "return lse - everyone[:, 1].sum(0)", "return lse - target")
     args = ["--profile", "--model", odd_llama, "--seq-len", 30]
     refused(tmp_path, "tp_training", 2, args, "^TP . loss parallel: loss")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only there can a process's memory be limited")
+@pytest.mark.parametrize("nproc", [1, 2])
+@pytest.mark.parametrize(("flags", "gib"), [
+    (["--num-layers", 1, "--seq-len", 1500], 0.35),
+    pytest.param(["--seq-len", 10_000, "--iterations", 2], 3.5, marks=pytest.mark.stress),
+])  # fmt: skip
+def test_a_context_that_does_not_fit(flags, gib, nproc, tmp_path):
+    """By far more than one rank has, and than two."""
+    flags = [*flags, "--model", "random/small", "--memory-budget", gib]
+    result = launch.ranks(FILE, *flags, nproc=nproc, folder=tmp_path, timeout=900)
+    if nproc == 1:
+        result.assert_refused("out of memory", 300)
+    else:
+        assert result.code == 0 and "losses: " in result.out, result.tail()
 
 
 @pytest.mark.parametrize(

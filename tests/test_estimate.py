@@ -1,0 +1,120 @@
+"""`make estimate`: its formulas beside steps that are run, what it prints, and bad input."""
+
+import json
+import shutil
+import sys
+
+import pytest
+
+import launch
+
+sys.path.append(str(launch.ROOT / "figures"))
+
+from estimate_check import BUILD
+from formulas import TECHNIQUES, Work, estimates
+from utils.errors import UserError
+from utils.model_checks import number_of_parameters
+from utils.models import Source
+from utils.presets import PRESETS
+
+FILES = launch.ROOT / "figures"
+SMALL = ["--model", "random/small", "--num-layers", 4]
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_number_of_parameters(preset):
+    source = Source(f"random/{preset}")
+    work = Work(source.config, 8)
+    assert work.L * work.layer() + work.ends() == number_of_parameters(source)
+
+
+def check(tmp_path, *flags, nproc=2, files=FILES):
+    path = tmp_path / "record.json"
+    words = [*SMALL, *flags, "--json", path]
+    return launch.torchrun(files / "estimate_check.py", *words, nproc=nproc), path
+
+
+@pytest.mark.parametrize("nproc", [2, 3])
+def test_peaks(nproc, tmp_path):
+    """Within 10 % of what tensors and the process hold, and 2 % of the bytes."""
+    names = ["tp", "1f1b", "fsdp2", "2d"] if nproc == 2 else ["tp", "2d"]
+    result, path = check(tmp_path, "--technique", *names, nproc=nproc)
+    assert result.code == 0 and result.out.count("Tests passed") == nproc, result.tail()
+    checked = [one["name"] for one in json.loads(path.read_text())["checks"]]
+    assert sum("peak of" in name for name in checked) == 2 * len(names), checked  # all are large
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("flags", [
+    [], ["--dtype", "float64"], ["--seq-len", 2048, "--batch-size", 1, "--technique", "tp", "2d"],
+    # Few tokens and a tied embedding: parameters are the most.
+    ["--model", "random/llama-3.2-1b-32k", "--num-layers", 2, "--seq-len", 32],
+])  # fmt: skip
+def test_all_peaks(flags, tmp_path):
+    result, path = check(tmp_path, *flags)
+    assert result.code == 0 and result.out.count("Tests passed") == 2, result.tail()
+    if "--technique" not in flags:
+        assert set(json.loads(path.read_text())["results"]["techniques"]) == set(BUILD)
+
+
+@pytest.mark.parametrize(("old", "new"), [
+    ("4 * up(self.F, P) * e", "3 * up(self.F, P) * e"), ("return 4 * work.w\n", "return work.w\n"),
+])  # fmt: skip
+def test_a_formula_that_is_wrong(old, new, tmp_path):
+    """What a layer keeps, and what the loss takes."""
+    shutil.copytree(FILES, tmp_path / "figures", ignore=shutil.ignore_patterns("__pycache__"))
+    launch.copy_tasks(tmp_path / "tasks")
+    path = tmp_path / "figures" / "formulas.py"
+    text = path.read_text()
+    assert text.count(old) == 1
+    path.write_text(text.replace(old, new))
+    result, _ = check(tmp_path, "--technique", "by-hand", files=path.parent)
+    assert result.code != 0 and "FAILED by-hand: peak of" in result.out, result.tail()
+
+
+def test_every_technique_is_known():
+    assert {"finetune", "kv-cache"} == set(TECHNIQUES) - set(BUILD)  # not a training of weights
+
+
+def test_thousands_of_ranks():
+    """Shares of P ranks add up to the whole, and what is not split stays."""
+    config = Source("random/llama-3.1-8b").config
+    work, whole = Work(config, 4096), estimates("by-hand", Work(config, 4096), 1)[0]
+    for name in TECHNIQUES:
+        for P in 1, 2, 4096:
+            try:
+                ways = estimates(name, work, P)
+            except UserError:
+                assert P > 1
+                continue
+            for way in ways:
+                assert way.peak > 0 and (P == 1 or way.sent > 0)
+    many = estimates("fsdp2", work, 4096)[0]
+    assert many.parameters * 4096 == pytest.approx(whole.parameters)
+    assert many.kept == whole.kept and many.peak < whole.peak
+
+
+def planner(*flags):
+    return launch.run([sys.executable, FILES / "estimate.py", *map(str, flags)])
+
+
+def test_fewest_ranks_that_fit():
+    """Half as many do not."""
+    flags = ["--model", "random/llama-3.1-8b", "--device-memory", 80, "--dtype", "bfloat16"]
+    summary = planner(*flags)
+    assert summary.code == 0, summary.tail()
+    rows = {line[:12].strip(): line for line in summary.out.splitlines()[2:]}
+    assert set(rows) == set(TECHNIQUES) and "more memory than that" in rows["ddp"]
+    ranks = int(rows["2d"][12:].split()[0])
+    each = planner(*flags, "--technique", "2d", "--max-ranks", ranks)
+    last, before = each.out.splitlines()[-1], each.out.splitlines()[-2]
+    assert ranks > 1 and last == rows["2d"] + "  fits" and not before.endswith("fits")
+
+
+@pytest.mark.parametrize(("flags", "message"), [
+    (["--model", "random/none"], "--model random/none: no such preset"),
+    (["--device-memory", "0"], "--device-memory"), (["--technique", "magic"], "--technique"),
+])  # fmt: skip
+def test_refused(flags, message):
+    result = planner(*flags)
+    assert result.code == 2 and message in result.err.splitlines()[-1], result.tail()
