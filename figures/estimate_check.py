@@ -43,7 +43,8 @@ GIB, LARGE = 2**30, 2**28  # bytes from which on the peaks are compared
 def main():
     parser = make_parser(__doc__, model="random/balanced")
     add = parser.add_argument
-    add("--seq-len", type=positive, default=256, help="tokens a sequence; default 256")
+    add("--seq-len", type=positive, default=256, help="tokens a sequence, rounded "
+        "up to a multiple of the ranks; default 256")  # fmt: skip
     add("--batch-size", type=positive, default=4, help="sequences; along dp, of each; default 4")
     add("--technique", nargs="+", default=list(BUILD), choices=BUILD, help="default all of them")
     start(parser.parse_args(), measure)
@@ -51,7 +52,8 @@ def main():
 
 def measure(run, args):
     """Each technique's peaks, and bytes, beside the formulas'."""
-    ids = torch.randint(run.source.config.vocab_size, (args.batch_size, args.seq_len))
+    S = -(-args.seq_len // run.world_size) * run.world_size  # as many tokens on each rank
+    ids = torch.randint(run.source.config.vocab_size, (args.batch_size, S))
     ids = run.broadcast(ids).to(run.device)
     run.results |= here_and_now(run.device.type, run.world_size) | {"tokens": ids.numel()}
     for name in args.technique:

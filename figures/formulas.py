@@ -230,7 +230,9 @@ def pipeline(work, P, schedule="1f1b"):
             work.tied and P > 1 == tables
         )
         stages.append(Rank(W, W, 2 * W, at_once * kept, moments, sent))
-    return max(stages, key=lambda stage: stage.peak)
+    most = max(stages, key=lambda stage: stage.peak)
+    most.sent = sum(stage.sent for stage in stages) / P  # on average, as the others' is
+    return most
 
 
 def by_hand(work, P):
@@ -280,12 +282,16 @@ def fully_sharded(work, P, tp=1, loss=plain_loss, own=1.0):
 
 
 def mesh_2d(work, P, tp, replicate=False):
-    """`pretrain_2d.py`: a plan over tp that splits norms by tokens, and FSDP2 or copies over dp."""
+    """`pretrain_2d.py`: a plan over tp that splits norms by tokens, and FSDP2 or copies over dp.
+
+    Columns that cut through heads are gathered: k's and v's, and q's and o_proj's.
+    """
     dp, work = P // tp, replace(work, S=up(work.S, tp) * tp)
     rank = fully_sharded(work, 1 if replicate else dp, tp, dtensor_loss, 1 / tp)
     if replicate:
         rank.sent = ring(work, dp, rank.parameters / work.e)
-    rank.sent += ring(work, tp, 2 * (2 * work.L + 1) * work.T * work.H)
+    cut = sum(up(heads * work.D, tp) * tp for heads in (work.K, work.N) if heads % tp)
+    rank.sent += ring(work, tp, (2 * (2 * work.L + 1) * work.H + 2 * work.L * cut) * work.T)
     rank.mesh = f"dp {dp} x tp {tp}"
     return rank
 

@@ -34,31 +34,32 @@ def check(tmp_path, *flags, nproc=2, files=FILES):
     return launch.torchrun(files / "estimate_check.py", *words, nproc=nproc), path
 
 
-@pytest.mark.parametrize("nproc", [2, 3])
-def test_peaks(nproc, tmp_path):
+def test_peaks(tmp_path):
     """Within 10 % of what tensors and the process hold, and 2 % of the bytes."""
-    names = ["tp", "1f1b", "fsdp2", "2d"] if nproc == 2 else ["tp", "2d"]
-    result, path = check(tmp_path, "--technique", *names, nproc=nproc)
-    assert result.code == 0 and result.out.count("Tests passed") == nproc, result.tail()
+    names = ["tp", "1f1b", "fsdp2"]
+    result, path = check(tmp_path, "--technique", *names)
+    assert result.code == 0 and result.out.count("Tests passed") == 2, result.tail()
     checked = [one["name"] for one in json.loads(path.read_text())["checks"]]
     assert sum("peak of" in name for name in checked) == 2 * len(names), checked  # all are large
 
 
 @pytest.mark.stress
+@pytest.mark.parametrize("nproc", [2, 3])
 @pytest.mark.parametrize("flags", [
     [], ["--dtype", "float64"], ["--seq-len", 2048, "--batch-size", 1, "--technique", "tp", "2d"],
     # Few tokens and a tied embedding: parameters are the most.
-    ["--model", "random/llama-3.2-1b-32k", "--num-layers", 2, "--seq-len", 32],
+    ["--model", "random/llama-3.2-1b-32k", "--num-layers", 3, "--seq-len", 32],
 ])  # fmt: skip
-def test_all_peaks(flags, tmp_path):
-    result, path = check(tmp_path, *flags)
-    assert result.code == 0 and result.out.count("Tests passed") == 2, result.tail()
+def test_all_peaks(flags, nproc, tmp_path):
+    """Three ranks share neither heads nor words nor tokens evenly."""
+    result, path = check(tmp_path, *flags, nproc=nproc)
+    assert result.code == 0 and result.out.count("Tests passed") == nproc, result.tail()
     if "--technique" not in flags:
         assert set(json.loads(path.read_text())["results"]["techniques"]) == set(BUILD)
 
 
 @pytest.mark.parametrize(("old", "new"), [
-    ("4 * up(self.F, P) * e", "3 * up(self.F, P) * e"), ("return 4 * work.w\n", "return work.w\n"),
+    ("4 * up(self.F, P) * e", "0"), ("return 4 * work.w\n", "return work.w\n"),
 ])  # fmt: skip
 def test_a_formula_that_is_wrong(old, new, tmp_path):
     """What a layer keeps, and what the loss takes."""
@@ -68,8 +69,9 @@ def test_a_formula_that_is_wrong(old, new, tmp_path):
     text = path.read_text()
     assert text.count(old) == 1
     path.write_text(text.replace(old, new))
-    result, _ = check(tmp_path, "--technique", "by-hand", files=path.parent)
-    assert result.code != 0 and "FAILED by-hand: peak of" in result.out, result.tail()
+    flags = ["--technique", "one process", "--model", "random/balanced"]
+    result, _ = check(tmp_path, *flags, nproc=1, files=path.parent)
+    assert result.code != 0 and "FAILED one process: peak of" in result.out, result.tail()
 
 
 def test_every_technique_is_known():
