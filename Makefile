@@ -72,6 +72,8 @@ bench: .venv/ready
 	$(BIN)/python figures/training_memory.py
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node 2 figures/estimate_check.py \
 	  --json figures/estimate.json
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node 4 figures/mesh_speed.py \
+	  --json figures/mesh_speed.json
 
 # ESTIMATE="--seq-len 8192 --device-memory 24": its flags. tiny fits anywhere.
 estimate: .venv/ready

@@ -71,8 +71,9 @@ class Work:
 
     def layer(self, P=1):
         """Parameters of a layer, of which P ranks share heads and units."""
-        n, k = self.heads(P)
-        return 2 * self.H * self.D * (n + k) + 3 * self.H * up(self.F, P) + 2 * self.H
+        (n, k), H, f, c = self.heads(P), self.H, up(self.F, P), self.config
+        bias = c.attention_bias * (self.D * (n + 2 * k) + H) + c.mlp_bias * (2 * f + H)
+        return 2 * H * self.D * (n + k) + 3 * H * f + 2 * H + bias
 
     def table(self, P=1):
         """Numbers of the embedding, of whose rows P ranks have a share each."""
@@ -131,15 +132,14 @@ def dtensor_loss(work):  # PyTorch's `loss_parallel`
     return 4 * work.w + work.e * (work.e < work.w)
 
 
-def step(work, loss, P=1, vocabulary=None, own=1.0, more=0, tokens=None, layers=None):
-    """A rank of P that share heads, units and (unless `vocabulary` says otherwise) words.
+def step(work, loss, P=1, own=1.0, more=0, tokens=None):
+    """A rank of P that share heads, units and words. tokens: how many it has; default all.
 
-    tokens: that it has. own: see `Work.kept`.
+    own, more: see `Work.kept`.
     """
-    T, e, rows = tokens or work.T, work.e, P if vocabulary is None else vocabulary
-    L = work.L if layers is None else layers
-    weights = (L * work.layer(P) + work.ends(rows)) * e
-    table, kept, words = work.table(rows) * e, work.kept(P, own, more) * T, up(work.V, rows) * T
+    T, e, L = tokens or work.T, work.e, work.L
+    weights = (L * work.layer(P) + work.ends(P)) * e
+    table, kept, words = work.table(P) * e, work.kept(P, own, more) * T, up(work.V, P) * T
     layer, last = work.backward(P) * T, own * work.H * (2 * work.w + work.e) * T
     moments = {
         "loss": L * kept + last + words * loss(work),

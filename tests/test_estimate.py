@@ -21,9 +21,10 @@ FILES = launch.ROOT / "figures"
 SMALL = ["--model", "random/small", "--num-layers", 4]
 
 
-@pytest.mark.parametrize("preset", PRESETS)
-def test_number_of_parameters(preset):
-    source = Source(f"random/{preset}")
+@pytest.mark.parametrize("model", [*(f"random/{preset}" for preset in PRESETS), "odd"])
+def test_number_of_parameters(model, odd_llama):
+    """odd: one with biases, and more odd sizes."""
+    source = Source(str(odd_llama) if model == "odd" else model)
     work = Work(source.config, 8)
     assert work.L * work.layer() + work.ends() == number_of_parameters(source)
 
