@@ -3,8 +3,8 @@
     python figures/estimate.py --model random/llama-3.2-1b --seq-len 4096 --device-memory 80
 
 says of each technique how many ranks it takes until a step fits, and with --technique prints a row
-for each number of ranks. On a mesh of two axes the split that fits and sends least, else the one
-that takes least. In closed form (`formulas.py`): nothing is loaded or run.
+for each power of two of ranks. On a mesh of two axes it shows the split that fits and sends least,
+or, where none fits, the one that takes least. By closed forms (`formulas.py`): nothing is run.
 """
 
 import argparse
@@ -35,8 +35,8 @@ def main():
     add("--batch-size", type=positive, default=4, help="sequences of all ranks that share a model; "
         "along dp each has as many; default 4")  # fmt: skip
     add("--microbatches", type=positive, default=4, help="of a pipeline; default 4")
-    add("--dtype", choices=DTYPES, default="float32", help="default float32")
-    add("--device-memory", type=gib, default=80 * GIB, metavar="GIB", help="default 80")
+    add("--dtype", choices=DTYPES, default="bfloat16", help="default bfloat16")
+    add("--device-memory", type=gib, default=24 * GIB, metavar="GIB", help="default 24")
     add("--max-ranks", type=positive, default=4096, help="of 1, 2, 4, ...; default 4096")
     args = parser.parse_args()
     try:
@@ -55,14 +55,15 @@ def show(args):
     print(f"{'technique':12} {'ranks':>5} {'mesh':>14}" + "".join(f"{c:>11}" for c in COLUMNS))
     powers = [2**i for i in range(args.max_ranks.bit_length())]
     for name in args.technique or TECHNIQUES:
-        fewest, why = None, "more memory than that, on however many ranks"
+        fewest, why = None, f"more memory than that, up to {powers[-1]} ranks"
         for P in powers:
             try:
                 ways = estimates(name, work, P)
             except UserError as error:
-                if P == 1 or name == "one process":
-                    break
-                why = f"more memory than that on {P // 2}, and on more: {error}"
+                if P == 1:
+                    why = str(error)
+                elif name != "one process":
+                    why = f"more memory than that on {P // 2}; not on more: {error}"
                 break
             fit = [way for way in ways if way.peak <= args.device_memory]
             best = (

@@ -35,6 +35,7 @@ from utils.job import start
 from utils.measure import measure_costs, peak_memory_of_process, status
 from utils.memory_profile import record_memory
 from utils.model_checks import plain_loss
+from utils.shards import shard_range
 from utils.traffic import bytes_sent
 
 GIB, LARGE = 2**30, 2**28  # bytes from which on the peaks are compared
@@ -91,7 +92,8 @@ def compare(run, name, ids):
     tensors += gradients * (name in ("ddp", "zero1"))  # which are there all the time
     P = 1 if name == "one process" else run.world_size
     work = Work(run.source.config, ids.shape[1], len(ids), run.dtype.itemsize)
-    said = estimates(name, work, P)[-1]
+    ways = estimates(name, work, P)
+    said = next((way for way in ways if P > 2 and way.mesh == f"dp {P // 2} x tp 2"), ways[-1])
     tensors, process = (max(run.gather_objects(peak)) for peak in (tensors, process))
     row = {"estimate": said.peak, "tensors": tensors, "process": process,
            "bytes": [sent, said.sent]}  # fmt: skip
@@ -132,7 +134,8 @@ def piped(schedule, run, ids):
     P, ones = run.world_size, torch.ones_like(ids)
     stages = load_stages(run, measure_costs(run, ids.shape[1]), P)
     pipe = Pipeline(run.mesh("pp"), schedule, stages, P)
-    sizes = [len(ids) // Work.microbatches] * Work.microbatches
+    ranges = [shard_range(len(ids), Work.microbatches, i) for i in range(Work.microbatches)]
+    sizes = [stop - first for first, stop in ranges]
     return stages[0], lambda: pipe.step(ids, ones, ids, sizes)
 
 
@@ -142,7 +145,8 @@ def data(strategy, run, ids):
 
 
 def mesh_2d(replicate, run, ids):
-    mesh = run.rectangle("dp", "tp", run.world_size)
+    P = run.world_size  # of an even number above 2, pairs along tp
+    mesh = run.rectangle("dp", "tp", 2 if P > 2 and P % 2 == 0 else P)
     split = partial(pretrain_2d.parallelize_2d, mesh=mesh, replicate=replicate)
     model = run.load_model(split).to(run.device)
     return model, lambda: pretrain_2d.forward_backward(model, (ids, ids), mesh, replicate)

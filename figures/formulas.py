@@ -1,14 +1,14 @@
 """What a rank holds and sends in a training step, in closed form, by technique.
 
-Of T tokens on a rank, each of e bytes (w: 4 at least, for what is computed in float32), a layer
-keeps for its backward, with a rank's n of N query heads, k of K KV heads, f of F units:
+A rank has T tokens. A number takes e bytes; w is e, or 4 if e is less. Of N query heads, K KV heads
+and F units of an MLP the rank has n, k and f. A layer then keeps for its backward:
 
     two norms               2 T H (w + e)     their input, and what comes before their weight
     what goes into blocks   2 T H e
     attention               T D (2n + 2k) e   q, k, v, and its output; and log-sum-exps
     MLP                     4 T f e           gate, its activation, up, and their product
 
-The peak is beside the weights and AdamW's states (2 numbers a parameter) the largest of
+The peak is the weights, AdamW's states (2 numbers a parameter), and the largest of:
 
     loss         all layers' activations, and the logits with what the loss makes of them
     last layer   all layers' activations, the head's gradient, and the layer's backward
@@ -16,15 +16,17 @@ The peak is beside the weights and AdamW's states (2 numbers a parameter) the la
     embedding    all gradients; with tied weights two more of the embedding's size
     optimizer    all gradients, and twice the largest parameter
 
-Attention is a fused kernel's, which keeps no scores. What libraries take beside tensors is not
-counted, nor what a GPU's foreach kernels take in the optimizer's step. `estimate_check.py` holds
-all of it against what is measured. pipeline_threads.py is one process: the sum of gpipe's stages.
+Attention is a fused kernel's, which keeps no scores. (On a GPU in float32 there is none for grouped
+queries: add B N S^2 numbers a layer.) Not counted is what libraries take beside tensors, and a GPU's
+foreach kernels in the optimizer's step. `estimate_check.py` holds the formulas against
+steps that are run, but for "finetune", whose tiles are a CPU's here, and "kv-cache".
+pipeline_threads.py is one process: the sum of gpipe's stages.
 """
 
 import sys
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -34,6 +36,7 @@ import torch
 
 from longest import ours
 from memory.finetune import default_tile_mib
+from memory.long_sequence import plan_rounds
 from pipeline_llama import BY_HAND
 from utils.errors import UserError
 from utils.shards import balance, shard_heads
@@ -66,7 +69,8 @@ class Work:
 
     def heads(self, P):
         """The most query heads and KV heads of a rank; UserError for more ranks than heads."""
-        both = [shard_heads(self.N, self.K, P, rank)[:2] for rank in (0, P - 1)]
+        shard_heads(self.N, self.K, P, 0)
+        both = [shard_heads(self.N, self.K, P, rank)[:2] for rank in range(P)]
         return [max(stop - first for first, stop in kind) for kind in zip(*both, strict=True)]
 
     def layer(self, P=1):
@@ -88,10 +92,7 @@ class Work:
         return self.table(P) * (1 if self.tied else 2) + self.H
 
     def kept(self, P=1, own=1.0, more=0):
-        """Bytes a token that a layer keeps. own: the share of the tokens that norms are given.
-
-        more: further numbers.
-        """
+        """Bytes a token that a layer keeps. own: norms' share of the tokens; more: of numbers."""
         (n, k), H, w, e = self.heads(P), self.H, self.w, self.e
         norms = 2 * own * (H * (w + e) + w) + 2 * H * e
         attention = self.D * (2 * n + 2 * k) * e + n * w
@@ -119,7 +120,7 @@ class Rank:
         return self.parameters + self.states + max(self.moments.values())
 
 
-# Bytes of a token's logits and of what the loss makes of them at once, by who computes it.
+# Bytes of a word's logit, and of what the loss makes of it at once, by who computes it.
 def plain_loss(work):  # `model_checks.token_losses`: logits, log-sum-exp's own, and two gradients
     return 4 * work.w
 
@@ -133,10 +134,7 @@ def dtensor_loss(work):  # PyTorch's `loss_parallel`
 
 
 def step(work, loss, P=1, own=1.0, more=0, tokens=None):
-    """A rank of P that share heads, units and words. tokens: how many it has; default all.
-
-    own, more: see `Work.kept`.
-    """
+    """A rank of P that share heads, units, words. tokens: its; own, more: see `Work.kept`."""
     T, e, L = tokens or work.T, work.e, work.L
     weights = (L * work.layer(P) + work.ends(P)) * e
     table, kept, words = work.table(P) * e, work.kept(P, own, more) * T, up(work.V, P) * T
@@ -167,10 +165,20 @@ def one_process(work, P):
 
 
 def tensor_parallel(work, P, loss=split_loss):
-    """Tasks 2 and 3: an all-reduce of all tokens at each f and g, and of the embedding's."""
+    """Tasks 2 and 3: an all-reduce of all tokens at each f and g."""
     rank = step(work, loss, P)
     rank.sent = ring(work, P, 2 * (2 * work.L + 1) * work.T * work.H)
+    if P > work.K:  # several hold a KV head, and add up its gradients
+        rank.sent += ring(work, P / work.K, 2 * work.H * work.D * work.L)
     return rank
+
+
+def summed(work, rank, P, tp=1):
+    """The sum of gradients; of half precision, over more than two ranks, parts are beside them."""
+    if work.e < 4 and P > 2:
+        largest = max(work.table(tp) * work.e, work.unit(tp) * work.e, 2**25)
+        rank.moments["sum of gradients"] = rank.gradients + 4 * largest
+    return ring(work, P, rank.parameters / work.e)
 
 
 def ulysses(work, P):
@@ -178,31 +186,37 @@ def ulysses(work, P):
     work.heads(P)  # which refuses more ranks than query heads
     more = work.D * (work.N + 2 * (max(work.K, P) - work.K))
     rank = step(work, plain_loss, tokens=up(work.T, P), more=more * (P > 1))
-    rank.sent = attention_bytes(work, P) + ring(work, P, rank.parameters / work.e)
+    rank.sent = all_to_alls(work, P, 4 * (work.N + max(work.K, P))) + summed(work, rank, P)
     return rank
 
 
-def attention_bytes(work, P):
-    """Of all layers' all-to-alls, in both directions."""
-    numbers = up(work.T, P) * work.D * (2 * work.N + 2 * max(work.K, P))
-    return 2 * work.L * (P - 1) / P * numbers * work.e
+def all_to_alls(work, P, heads):
+    """Bytes of all layers', by the heads of a token that travel, forward and backward."""
+    return work.L * (P - 1) / P * up(work.T, P) * work.D * heads * work.e
 
 
 def finetuning(work, P):
-    """Task 5: a virtual prompt is trained; large things in parts, attention never run again."""
-    work.heads(P)
+    """Task 5: a virtual prompt is trained; large things in parts, attention never run again.
+
+    In the backward q, k, v and outputs travel again; a KV head does in each round that needs it.
+    """
     weights = (work.L * work.layer() + work.ends()) * work.e
     tile = default_tile_mib(torch.device("cpu")) * 2**20
     kept = ours(work.config, P, work.e, ()) * up(work.T, P)
-    return Rank(weights, 0, 0, kept, {"last layer": kept + tile}, attention_bytes(work, P))
+    rounds = chain.from_iterable(plan_rounds(work.config, P, True))
+    heads = sum(stop - first for queries_and_keys in rounds for first, stop in queries_and_keys)
+    sent = all_to_alls(work, P, 6 * heads)
+    return Rank(weights, 0, 0, kept, {"last layer": kept + tile}, sent)
 
 
 def pipeline(work, P, schedule="1f1b"):
-    """`pipeline_llama.py` by hand: of all stages, cut by what they compute, the one with most.
+    """`pipeline_llama.py` by hand: the stage that takes most; cut by FLOP, not by seconds.
 
     Gradients are there from the first microbatch's backward on, beside what others keep.
     """
-    m, e, w = min(work.microbatches, work.B), work.e, work.w
+    m, e, w = work.microbatches, work.e, work.w
+    if m > work.B:
+        raise UserError(f"{work.B} sequences, fewer than {m} microbatches")
     t, stages = up(work.B, m) * work.S, []
     costs = [work.layer() + 2 * work.S * work.N * work.D] * work.L
     costs[-1] += work.table()
@@ -214,6 +228,7 @@ def pipeline(work, P, schedule="1f1b"):
         if last:  # which keeps all logits, and at the end makes one tensor of them
             kept += (work.H * (2 * w + e) + work.V * w * (e < w)) * t
             beside = max(beside + table, 3 * work.V * t * w) + logits
+            beside += table * (s == 0 and work.tied)
         alive = gradients = most = at_once = 0
         for kind, _ in BY_HAND[schedule](m, P, s):
             if kind == "B":
@@ -221,14 +236,10 @@ def pipeline(work, P, schedule="1f1b"):
                 gradients = W
             alive += 1 if kind == "F" else -1
             at_once = max(alive, at_once)
-        moments = {
-            "a microbatch's backward": most,
-            "optimizer": W + 2 * max(table, work.unit() * e),
-        }
-        moments["end"] = W + (2 * logits if last else 0)
-        sent = work.T * work.H * e * ((s > 0) + (s < P - 1)) + table * (
-            work.tied and P > 1 == tables
-        )
+        moments = {"a microbatch's backward": most, "end": W + 2 * logits * last}
+        moments["optimizer"] = W + 2 * max(table, work.unit() * e)
+        sent = work.T * work.H * e * ((s > 0) + (s < P - 1))
+        sent += table * (work.tied and P > 1 == tables)
         stages.append(Rank(W, W, 2 * W, at_once * kept, moments, sent))
     most = max(stages, key=lambda stage: stage.peak)
     most.sent = sum(stage.sent for stage in stages) / P  # on average, as the others' is
@@ -238,13 +249,14 @@ def pipeline(work, P, schedule="1f1b"):
 def by_hand(work, P):
     """`data_parallel.py`: copies of all."""
     rank = step(work, plain_loss)
-    rank.sent = ring(work, P, rank.parameters / work.e)
+    rank.sent = summed(work, rank, P)
     return rank
 
 
 def ddp(work, P):
     """Gradients are views of DDP's buckets, and so there all the time."""
-    rank = by_hand(work, P)
+    rank = step(work, plain_loss)
+    rank.sent = ring(work, P, rank.parameters / work.e)
     rank.moments["loss"] += rank.gradients
     rank.moments["last layer"] += rank.gradients - work.table() * work.e
     return rank
@@ -258,26 +270,31 @@ def zero1(work, P):
     return rank
 
 
-def fully_sharded(work, P, tp=1, loss=plain_loss, own=1.0):
+def fully_sharded(work, P, tp=1, loss=plain_loss, own=1.0, base_apart=False):
     """FSDP2: a P-th of everything; layers whole while they run, the ends from forward to backward.
 
-    tp: ranks that share a layer besides.
+    tp: ranks that share a layer besides. base_apart: embedding and last norm are a unit of their
+    own, which is whole in forward and backward only. Rows are padded to a multiple of P.
     """
     rank = step(work, loss, tp, own=own)
     if P == 1:
         return rank
-    e, whole, shard = work.e, rank.parameters, rank.parameters / P
-    layer, ends, table = work.layer(tp) * e, work.ends(tp) * e, work.table(tp) * e
-    extra = {  # what is whole for a while, and on its way to be summed; gradients are shards
-        "loss": ends,
-        "last layer": ends + 3 * layer,
-        "first layer": shard - whole + 2 * ends + 4 * layer,
-        "embedding": shard - whole + 3 * ends,
-        "optimizer": shard - whole + (1 / P - 1) * 2 * table,
-    }
-    rank.moments = {name: size + extra[name] for name, size in rank.moments.items()}
-    rank.parameters = rank.gradients = shard
-    rank.states, rank.sent = 2 * shard, (P - 1) / P * (3 * whole - ends)
+    e, whole, (n, k), f = work.e, rank.parameters, work.heads(tp), up(work.F, tp)
+    rows = [(n * work.D, work.H), *[(k * work.D, work.H)] * 2, (work.H, n * work.D)]
+    rows += [*[(f, work.H)] * 2, (work.H, f), *[(work.H, 1)] * 2]
+    layer = (work.layer(tp) + sum((-of % P) * columns for of, columns in rows)) * e
+    table = (up(up(work.V, tp), P) * P * work.H) * e
+    ends = (1 if work.tied else 2) * table + up(work.H, P) * P * e
+    total = work.L * layer + ends
+    rank.moments["loss"] += table if base_apart else ends
+    rank.moments["last layer"] += ends + 3 * layer
+    rank.moments["first layer"] += (total - ends - layer) / P - whole + 2 * ends + 4 * layer
+    rank.moments["embedding"] = (total - ends) / P + 4 * table
+    rank.moments["optimizer"] = total / P + 2 * max(table, work.unit(tp) * e) / P
+    rank.parameters = rank.gradients = total / P
+    rank.states, rank.sent = 2 * total / P, (P - 1) / P * (3 * total - ends)
+    if base_apart:
+        rank.sent += (P - 1) / P * (table + work.H * e)
     return rank
 
 
@@ -287,9 +304,9 @@ def mesh_2d(work, P, tp, replicate=False):
     Columns that cut through heads are gathered: k's and v's, and q's and o_proj's.
     """
     dp, work = P // tp, replace(work, S=up(work.S, tp) * tp)
-    rank = fully_sharded(work, 1 if replicate else dp, tp, dtensor_loss, 1 / tp)
+    rank = fully_sharded(work, 1 if replicate else dp, tp, dtensor_loss, 1 / tp, not work.tied)
     if replicate:
-        rank.sent = ring(work, dp, rank.parameters / work.e)
+        rank.sent = summed(work, rank, dp, tp)
     cut = sum(up(heads * work.D, tp) * tp for heads in (work.K, work.N) if heads % tp)
     rank.sent += ring(work, tp, (2 * (2 * work.L + 1) * work.H + 2 * work.L * cut) * work.T)
     rank.mesh = f"dp {dp} x tp {tp}"
@@ -329,5 +346,4 @@ def estimates(technique, work, P):
     function = TECHNIQUES[technique]
     if not technique.startswith("2d"):
         return [function(work, P)]
-    columns = [tp for tp in range(1, min(P, work.N) + 1) if P % tp == 0]
-    return [function(work, P, tp) for tp in columns]
+    return [function(work, P, tp) for tp in range(1, min(P, work.N) + 1) if P % tp == 0]

@@ -80,7 +80,7 @@ def test_every_technique_is_known():
 
 
 def test_thousands_of_ranks():
-    """Shares of P ranks add up to the whole, and what is not split stays."""
+    """Each technique has numbers for them, or says why not."""
     config = Source("random/llama-3.1-8b").config
     work, whole = Work(config, 4096), estimates("by-hand", Work(config, 4096), 1)[0]
     for name in TECHNIQUES:
@@ -93,7 +93,7 @@ def test_thousands_of_ranks():
             for way in ways:
                 assert way.peak > 0 and (P == 1 or way.sent > 0)
     many = estimates("fsdp2", work, 4096)[0]
-    assert many.parameters * 4096 == pytest.approx(whole.parameters)
+    assert whole.parameters <= many.parameters * 4096 < 1.2 * whole.parameters  # rows are padded
     assert many.kept == whole.kept and many.peak < whole.peak
 
 
@@ -121,3 +121,10 @@ def test_fewest_ranks_that_fit():
 def test_refused(flags, message):
     result = planner(*flags)
     assert result.code == 2 and message in result.err.splitlines()[-1], result.tail()
+
+
+def test_heads_that_do_not_divide():
+    """The rank with most of them: 9 query and 3 KV heads on 8 ranks."""
+    config = Source("random/small").config
+    config.num_attention_heads, config.num_key_value_heads = 9, 3
+    assert Work(config, 8).heads(8) == [2, 1]

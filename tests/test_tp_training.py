@@ -70,7 +70,7 @@ def test_whole_logits_where_they_are_to_be_split(odd_llama, tmp_path):
     pytest.param(["--seq-len", 10_000, "--iterations", 2], 3.5, marks=pytest.mark.stress),
 ])  # fmt: skip
 def test_a_context_that_does_not_fit(flags, gib, nproc, tmp_path):
-    """By far more than one rank has, and than two."""
+    """One rank is refused, and two train."""
     flags = [*flags, "--model", "random/small", "--memory-budget", gib]
     result = launch.ranks(FILE, *flags, nproc=nproc, folder=tmp_path, timeout=900)
     if nproc == 1:
