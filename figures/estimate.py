@@ -62,7 +62,9 @@ def show(args):
             except UserError as error:
                 if P == 1:
                     why = str(error)
-                elif name != "one process":
+                elif name == "one process":
+                    why = "more memory than that"
+                else:
                     why = f"more memory than that on {P // 2}; not on more: {error}"
                 break
             fit = [way for way in ways if way.peak <= args.device_memory]

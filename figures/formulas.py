@@ -17,8 +17,8 @@ The peak is the weights, AdamW's states (2 numbers a parameter), and the largest
     optimizer    all gradients, and twice the largest parameter
 
 Attention is a fused kernel's, which keeps no scores. (On a GPU in float32 there is none for grouped
-queries: add B N S^2 numbers a layer.) Not counted is what libraries take beside tensors, and a GPU's
-foreach kernels in the optimizer's step. `estimate_check.py` holds the formulas against
+queries: add B N S^2 numbers a layer.) Not counted is what libraries take beside tensors, and what a
+GPU's foreach kernels do in the optimizer's step. `estimate_check.py` holds the formulas against
 steps that are run, but for "finetune", whose tiles are a CPU's here, and "kv-cache".
 pipeline_threads.py is one process: the sum of gpipe's stages.
 """

@@ -82,7 +82,8 @@ def test_every_technique_is_known():
 def test_thousands_of_ranks():
     """Each technique has numbers for them, or says why not."""
     config = Source("random/llama-3.1-8b").config
-    work, whole = Work(config, 4096), estimates("by-hand", Work(config, 4096), 1)[0]
+    work = Work(config, 4096, 4)
+    whole = estimates("by-hand", work, 1)[0]
     for name in TECHNIQUES:
         for P in 1, 2, 4096:
             try:
