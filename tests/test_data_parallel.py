@@ -109,7 +109,7 @@ def test_spawn():
     ],
 )
 def test_refused(flags, nproc, message, tmp_path):
-    launch.ranks(FILE, *flags, nproc=nproc, folder=tmp_path).assert_refused(message, 20)
+    launch.ranks(FILE, *flags, nproc=nproc, folder=tmp_path).assert_refused(message)
 
 
 def test_few_samples(tmp_path):

@@ -133,7 +133,7 @@ ARGS = ["--seq-len", 8, "--batch-size", 4]
 def test_refused(flags, message, tmp_path):
     file = launch.TASKS / "pipeline_llama.py"
     result = launch.ranks(file, *ARGS, *flags, nproc=2, folder=tmp_path)
-    result.assert_refused(message, 20)
+    result.assert_refused(message)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only there can a process's memory be limited")
