@@ -49,8 +49,8 @@ def show(args):
     source = Source(args.model)
     work = Work(source.config, args.seq_len, args.batch_size, DTYPES[args.dtype].itemsize,
                 args.microbatches)  # fmt: skip
-    count = work.L * work.layer() + work.ends()
-    print(f"{args.model}: {count:,} parameters, {args.dtype}, AdamW; {work.B} x {work.S} tokens; "
+    print(f"{args.model}: {work.parameters():,} parameters, {args.dtype}, AdamW; "
+          f"{work.B} x {work.S} tokens; "
           f"a device of {args.device_memory / GIB:g} GiB; GiB of a rank:")  # fmt: skip
     print(f"{'technique':12} {'ranks':>5} {'mesh':>14}" + "".join(f"{c:>11}" for c in COLUMNS))
     powers = [2**i for i in range(args.max_ranks.bit_length())]

@@ -91,6 +91,10 @@ class Work:
         """Parameters of embedding, last norm and head."""
         return self.table(P) * (1 if self.tied else 2) + self.H
 
+    def parameters(self, P=1):
+        """All of a rank's."""
+        return self.L * self.layer(P) + self.ends(P)
+
     def kept(self, P=1, own=1.0, more=0):
         """Bytes a token that a layer keeps. own: norms' share of the tokens; more: of numbers."""
         (n, k), H, w, e = self.heads(P), self.H, self.w, self.e
@@ -136,7 +140,7 @@ def dtensor_loss(work):  # PyTorch's `loss_parallel`
 def step(work, loss, P=1, own=1.0, more=0, tokens=None):
     """A rank of P that share heads, units, words. tokens: its; own, more: see `Work.kept`."""
     T, e, L = tokens or work.T, work.e, work.L
-    weights = (L * work.layer(P) + work.ends(P)) * e
+    weights = work.parameters(P) * e
     table, kept, words = work.table(P) * e, work.kept(P, own, more) * T, up(work.V, P) * T
     layer, last = work.backward(P) * T, own * work.H * (2 * work.w + work.e) * T
     moments = {
@@ -200,7 +204,7 @@ def finetuning(work, P):
 
     In the backward q, k, v and outputs travel again; a KV head does in each round that needs it.
     """
-    weights = (work.L * work.layer() + work.ends()) * work.e
+    weights = work.parameters() * work.e
     tile = default_tile_mib(torch.device("cpu")) * 2**20
     kept = ours(work.config, P, work.e, ()) * up(work.T, P)
     rounds = chain.from_iterable(plan_rounds(work.config, P, True))
@@ -210,10 +214,7 @@ def finetuning(work, P):
 
 
 def pipeline(work, P, schedule="1f1b"):
-    """`pipeline_llama.py` by hand: the stage that takes most; cut by FLOP, not by seconds.
-
-    Gradients are there from the first microbatch's backward on, beside what others keep.
-    """
+    """`pipeline_llama.py` by hand: the stage that takes most; cut by FLOP, not by seconds."""
     m, e, w = work.microbatches, work.e, work.w
     if m > work.B:
         raise UserError(f"{work.B} sequences, fewer than {m} microbatches")
@@ -233,7 +234,7 @@ def pipeline(work, P, schedule="1f1b"):
         for kind, _ in BY_HAND[schedule](m, P, s):
             if kind == "B":
                 most = max(most, gradients + alive * kept + beside, W + (alive - 1) * kept + beside)
-                gradients = W
+                gradients = W  # beside what other microbatches keep
             alive += 1 if kind == "F" else -1
             at_once = max(alive, at_once)
         moments = {"a microbatch's backward": most, "end": W + 2 * logits * last}
@@ -274,7 +275,7 @@ def fully_sharded(work, P, tp=1, loss=plain_loss, own=1.0, base_apart=False):
     """FSDP2: a P-th of everything; layers whole while they run, the ends from forward to backward.
 
     tp: ranks that share a layer besides. base_apart: embedding and last norm are a unit of their
-    own, which is whole in forward and backward only. Rows are padded to a multiple of P.
+    own, whole in forward and backward only. Rows are padded.
     """
     rank = step(work, loss, tp, own=own)
     if P == 1:
@@ -316,7 +317,7 @@ def mesh_2d(work, P, tp, replicate=False):
 def kv_cache(work, P):
     """`kv_cache.py`: generation; a prompt of S tokens, no gradients, and a rank's heads' cache."""
     _, k = work.heads(P)
-    weights = (work.L * work.layer(P) + work.ends(P)) * work.e
+    weights = work.parameters(P) * work.e
     cache = 2 * work.L * k * work.D * work.T * work.e
     moment = cache + (4 * work.H + 3 * up(work.F, P)) * work.T * work.e
     sent = ring(work, P, (2 * work.L + 1) * work.T * work.H)

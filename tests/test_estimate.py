@@ -25,8 +25,7 @@ SMALL = ["--model", "random/small", "--num-layers", 4]
 def test_number_of_parameters(model, odd_llama):
     """odd: one with biases, and more odd sizes."""
     source = Source(str(odd_llama) if model == "odd" else model)
-    work = Work(source.config, 8)
-    assert work.L * work.layer() + work.ends() == number_of_parameters(source)
+    assert Work(source.config, 8).parameters() == number_of_parameters(source)
 
 
 def check(tmp_path, *flags, nproc=2, files=FILES):
