@@ -35,7 +35,7 @@ ALONE, EACH = "one process", "as many processes, each for itself"
 def main():
     parser = make_parser(__doc__, model="random/balanced")
     add = parser.add_argument
-    add("--seq-len", type=positive, default=128, help="tokens a sequence; default 128")
+    add("--seq-len", type=positive, default=256, help="tokens a sequence; default 256")
     add("--batch-size", type=positive, default=8, help="sequences on each rank; default 8")
     add("--repeats", type=positive, default=7, help="timed turns; default 7")
     start(parser.parse_args(), measure)
