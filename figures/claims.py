@@ -72,6 +72,7 @@ TASK = {
         ("losses of ten steps of AdamW", "^losses of"),
         ("norms of all gradients, over both axes", "^norms of"),
         ("learning rates", "^learning rates"),
+        ("copies of a norm, to the bit", "^copies of"),
     ]),
     "pipeline_threads": ("Threads", 1, [], [
         *STEP, ("the bits of one microbatch after another", "one microbatch after another"),

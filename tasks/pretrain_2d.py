@@ -49,6 +49,7 @@ from utils.flags import make_parser, natural, positive, rate
 from utils.job import start
 from utils.sharded_checkpoint import ShardedCheckpoints
 from utils.shards import apply_plan, refuse_as_whole, shard_range
+from utils.step_checks import check_copies
 
 # ---------------------------------------------------------------- the technique: the plan
 
@@ -286,6 +287,7 @@ def show(run, args):
         training = pretraining.saving(training, losses, args, save)
         trial.check_steps(run, model, training, losses)
         pretraining.progress(run, training, losses, args, B * S)
+        check_copies(run, "copies of a parameter, trained", model)
         evaluate = partial(pretraining.evaluate, partial(loss_of, model, mesh=mesh), model, mesh)
         loss = evaluate(islice(batches(held), len(held) // B))
         pretraining.say_what_was_learnt(run, loss, rows, held)

@@ -877,6 +877,24 @@ BUGS = {
         "pretrain_2d --tp 1 --replicate", 2, "pretrain_2d.py", "sum_gradients(mine, dp)", "pass",
         "gradients of the first step",
     ),
+    "copies of a norm drift": (
+        "pretrain_2d", 2, "pretrain_2d.py", "        optimizer.step()\n        schedule.step()",
+        "        optimizer.step()\n        one = model.model.norm.weight.detach()\n"
+        "        one.to_local().mul_(1 + 1e-6 * mesh.get_rank())\n        schedule.step()",
+        "copies of a parameter, trained",
+    ),
+    "the rotary table is never filled": (
+        "pretrain_2d", 2, "models.py", "        materialize(model, self.read, dtype, device)\n",
+        "        materialize(model, self.read, dtype, device)\n        if parallelize:\n"
+        "            model.model.rotary_emb.inv_freq.zero_()\n", "loss|gradients of the first step",
+    ),
+    "the head is no longer the embedding": (
+        "pretrain_2d --model tiny", 2, "models.py",
+        "embed_tokens.weight\n        return model\n\n    def check_names",
+        "embed_tokens.weight\n        if parallelize:\n            model.lm_head.weight = "
+        "nn.Parameter(model.lm_head.weight.detach().clone())\n        return model\n\n"
+        "    def check_names", "weights, nothing left out",
+    ),
     "the warm-up is left out": (
         "pretrain_2d", 2, "pretrain_2d.py", "return 0.1 + 0.9 * step / warm_up", "return 1.0",
         "losses of|norms of|learning rates",

@@ -93,6 +93,14 @@ def test_refused(flags, nproc, message, tmp_path):
     launch.ranks(FILE, *flags, nproc=nproc, folder=tmp_path).assert_refused(message)
 
 
+def test_no_document_twice(tmp_path):
+    """Else one that is held out might be trained on, too."""
+    text = tmp_path / "text.txt"
+    text.write_text("\n\n".join(["The same.", "Another.", "A third."] * 100))
+    result = launch.ranks(FILE, "--text", text, nproc=1, folder=tmp_path)
+    result.assert_refused("3 different paragraphs, but --num-documents 240")
+
+
 def test_more_columns_than_heads(odd_llama, tmp_path):
     args = ["--model", odd_llama, "--tp", 7]
     result = launch.ranks(FILE, *args, nproc=7, folder=tmp_path)
@@ -205,6 +213,36 @@ def test_what_is_not_restored(mesh, tmp_path, odd_llama):
     losses, _ = train(tmp_path, "--model", odd_llama, mesh=mesh)
     for what in FORGOTTEN:
         forgets_at_4(tmp_path, what, losses, "--model", odd_llama)
+
+
+@STRESS
+def test_what_a_run_is_known_by(tmp_path, odd_llama):
+    """A run is not continued where any of it would be another: its flags, its text, its model."""
+    text, model = tmp_path / "text.txt", ["--model", odd_llama]
+    text.write_text("\n\n".join(f"Line {i} of another text." for i in range(300)))
+    train(tmp_path, *model)
+    others = {"--steps": 8, "--lr": 1e-4, "--warm-up": 1, "--batch-size": 2, "--dtype": "float64"}
+    others |= {"--seed": 7, "--seq-len": 18, "--num-documents": 70}
+    others |= {"--text": text, "--model": "tiny"}
+    names = {
+        "--num-documents": "another text",
+        "--text": "another text",
+        "--model": "another config",
+    }
+    for flag, value in others.items():
+        result = train(tmp_path, *model, "--resume", flag, value, code=2)[1]
+        result.assert_refused(f"is of another run: {names.get(flag, flag)}")
+
+
+@STRESS
+def test_a_full_disk(tmp_path, odd_llama):
+    """A rank that cannot write costs a checkpoint, not the run; nothing is left half written."""
+    wrong = 'if part.name.endswith("4.part") and run.rank: raise OSError(28, "No space left")'
+    right = "            try:\n                save_file(tensors, part / name)"
+    plant(tmp_path, "sharded_checkpoint.py", right, f"            {wrong}\n{right}")
+    _, result = train(tmp_path, "--model", odd_llama, file=tmp_path / FILE.name)
+    assert "note: no checkpoint at step 4: " in result.out and "No space left" in result.out
+    assert sorted(p.name for p in (tmp_path / "out").glob("*step*")) == ["step-000007"]
 
 
 @STRESS

@@ -17,9 +17,9 @@ def load_rows(run, where, count, length, batch_size):
     """A tokenizer, and so many documents as `Rows`: to train on, and a tenth that is held out.
 
     The tokenizer is the embedded model's, with the three tokens above. where: a file or URL, whose
-    paragraphs are the documents, or None: stories of the project's own. Rank 0 alone reads it. What
-    is held out is whole batches. Raises UserError, on all ranks, for what cannot be read, has fewer
-    documents, or of which a tenth is no batch.
+    paragraphs are the documents, none of them twice, or None: stories of the project's own. Rank 0
+    alone reads it. What is held out is whole batches. Raises UserError, on all ranks, for what
+    cannot be read, has fewer documents, or of which a tenth is no batch.
     """
     from transformers import PreTrainedTokenizerFast
 
@@ -36,9 +36,10 @@ def load_rows(run, where, count, length, batch_size):
         else:
             name, text = find_text(where, source, 0, run.seed)
             texts = filter(None, map(str.strip, re.split(r"\n\s*\n", text)))
-        texts = list(islice(texts, count))
+        texts = list(islice(once_each(texts), count))
         if len(texts) < count:
-            raise UserError(f"--text {name}: {len(texts)} paragraphs, but --num-documents {count}")
+            raise UserError(f"--text {name}: {len(texts)} different paragraphs, but "
+                            f"--num-documents {count}")  # fmt: skip
         return name, tokenizer(texts, verbose=False)["input_ids"]
 
     name, documents = run.broadcast(run.together(load))
@@ -51,6 +52,15 @@ def load_rows(run, where, count, length, batch_size):
     run.print0(f"text: {count} documents of {name}, {held} of them held out")
     rows = (Rows(part, length, tokenizer) for part in (documents[held:], documents[:held]))
     return tokenizer, *rows
+
+
+def once_each(texts):
+    """Those that have not come before: what is held out must not be trained on, too."""
+    seen = set()
+    for text in texts:
+        if text not in seen:
+            seen.add(text)
+            yield text
 
 
 class Rows(Dataset):
