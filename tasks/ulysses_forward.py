@@ -32,14 +32,11 @@ from torch.autograd.function import once_differentiable
 from transformers import LlamaForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from utils.collectives import gather_shares, group_of_axis, sum_gradients, sum_over_ranks
-from utils.errors import UserError
+from utils.collectives import gather_shares, group_of_axis, sum_over_ranks
 from utils.flags import Workload, add_model_flags, make_parser
-from utils.generation import check_continuation, hf_generate
 from utils.job import start
-from utils.measure import measure_bytes
-from utils.model_checks import check_hidden_states, show_model
-from utils.shards import check_ids, check_whole, next_tokens, refuse, shard_heads, shard_range
+from utils.model_checks import show_sequence
+from utils.shards import become, check_ids, next_tokens, refuse, shard_heads, shard_range
 
 # ---------------------------------------------------------------- the technique
 
@@ -160,25 +157,25 @@ class SequenceParallelLlama(LlamaForCausalLM):
             check_ids(ids, self.config.vocab_size)  # on all ranks, so that all raise
         if labels is not None:
             targets = next_tokens(labels, ids.shape[:2], self.config.vocab_size)
-        rank, ranks, S = self.group.rank(), self.group.size(), ids.shape[1]
+        ranks, S = self.group.size(), ids.shape[1]
         length = max(S, ranks)  # each rank needs a token; what is added on the right, nobody sees
-        first, stop = shard_range(length, ranks, rank)
+        tokens = self.tokens(length)
 
         def mine(x, value=0):
             if x is None:
                 return None
-            return F.pad(x, (0, 0) * (x.dim() - 2) + (0, length - S), value=value)[:, first:stop]
+            return F.pad(x, (0, 0) * (x.dim() - 2) + (0, length - S), value=value)[:, tokens]
 
         if position_ids is None:
             position_ids = torch.arange(S, device=ids.device)[None]
         if attention_mask is not None:
             attention_mask = F.pad(attention_mask, (0, length - S), value=1)
         output = super().forward(
-            mine(input_ids), sequence_mask(length, attention_mask, ids.device), mine(position_ids),
+            mine(input_ids), self.seen(length, attention_mask, ids.device), mine(position_ids),
             inputs_embeds=mine(inputs_embeds), use_cache=False, return_dict=True, **kwargs,
         )  # fmt: skip
         if labels is None:
-            output.logits = gather_shares(output.logits, 1, length, self.group)[:, :S]
+            output.logits = self.whole(output.logits, length)[:, :S]
         else:
             # The labels were shifted before they are split: the next may be another rank's.
             loss = sum_of_losses(output.logits, mine(targets, -100))
@@ -186,6 +183,16 @@ class SequenceParallelLlama(LlamaForCausalLM):
                 num_items_in_batch = (targets != -100).sum().clamp(min=1)
             output.loss = sum_over_ranks(loss, self.group) / num_items_in_batch
         return output.to_tuple() if return_dict is False else output
+
+    seen = staticmethod(sequence_mask)  # what attention is told; (length, padding mask, device)
+
+    def tokens(self, length):
+        """Which of a sequence's tokens this rank has."""
+        return slice(*shard_range(length, self.group.size(), self.group.rank()))
+
+    def whole(self, x, length):
+        """(B, length, ...), on all ranks, from each one's tokens."""
+        return gather_shares(x, 1, length, self.group)
 
     def save_pretrained(self, *args, **kwargs):
         """The whole model, as it was before: each rank has all weights."""
@@ -224,53 +231,33 @@ def sequence_parallelize(model, mesh):
     Whole KV groups are dealt out: 4 groups on 3 ranks leave one with two, and twice the time.
     Source: DeepSpeed-Ulysses, arXiv 2309.14509, section 3.
     """
-    group = group_of_axis(mesh)
-    check_whole(model)
-    model.before = model.config, model.generation_config  # which others may share
-    config, model.generation_config = map(copy.deepcopy, model.before)
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    if (kind := rope.get("rope_type")) in ("dynamic", "longrope"):
-        raise UserError(f"RoPE {kind} depends on the sequence's length, which no rank sees")
+    group, config = group_of_axis(mesh), model.config
     N, K = config.num_attention_heads, config.num_key_value_heads
     heads = [shard_heads(N, K, group.size(), rank)[:2] for rank in range(group.size())]
     (first, stop), (first_key, stop_key) = heads[group.rank()]
-    ALL_ATTENTION_FUNCTIONS["ulysses"] = ulysses_attention
-    config._attn_implementation = "ulysses"
-    config.use_cache = model.generation_config.use_cache = False
-    for module in model.modules():
-        if hasattr(module, "config"):
-            module.config = config
-    for layer in model.model.layers:
-        layer.self_attn.group, layer.self_attn.heads = group, heads
-        layer.self_attn.num_key_value_groups = (stop - first) // (stop_key - first_key)
-    model.__class__, model.group = SequenceParallelLlama, group
+    become(model, SequenceParallelLlama, group, "ulysses", ulysses_attention)
+    for attention in (layer.self_attn for layer in model.model.layers):
+        attention.heads = heads
+        attention.num_key_value_groups = (stop - first) // (stop_key - first_key)
     return model
 
 
 # ---------------------------------------------------------------- what is shown with it
 
 
-def formula(config, S, B, ranks, element):
+def formula(model, B, S):
     """Bytes that each rank sends in one layer, forward; as many backward. The mean over ranks.
 
     For sizes that divide: (P-1)/P (T/P) e D (2N + 2 max(K, P)), with T = B S tokens of e bytes.
     """
+    config, ranks = model.config, model.group.size()
     N, K, D = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     heads = [shard_heads(N, K, ranks, r)[:2] for r in range(ranks)]
     queries, keys = ([stop - first for first, stop in kind] for kind in zip(*heads, strict=True))
     tokens = [stop - first for first, stop in (shard_range(S, ranks, r) for r in range(ranks))]
     pairs = [(a, b) for a in range(ranks) for b in range(ranks) if a != b]
     sent = sum(tokens[a] * (queries[b] + 2 * keys[b]) + tokens[b] * queries[a] for a, b in pairs)
-    return sent * B * D * element / ranks
-
-
-def show_bytes(run, parallel, ids, tokens):
-    """Print the bytes on the wire of a layer's forward and backward, beside the formula."""
-    config, (B, S) = run.source.config, ids.shape
-    positions = torch.arange(S, device=ids.device)[None, tokens]
-    inputs = ids[:, tokens], sequence_mask(S, device=ids.device), positions
-    expected = formula(config, S, B, run.world_size, run.dtype.itemsize)
-    measure_bytes(run, lambda: parallel.model(*inputs)[0], config.num_hidden_layers, expected)
+    return sent * B * D * model.dtype.itemsize / ranks
 
 
 def main():
@@ -279,20 +266,9 @@ def main():
 
 def show(run, args):
     """All checks of the model, its text, bytes, time and memory."""
-    run.mark = "S"
-
-    def also(prompt, batch, parallel, references):
-        how = " by .generate"
-        check_continuation(run, hf_generate, prompt, args.new_tokens, parallel, references, how)
-        if args.seq_len >= run.world_size:  # else it has been padded, see `forward`
-            tokens = slice(*shard_range(args.seq_len, run.world_size, run.rank))
-            check_hidden_states(run, batch, parallel, references, tokens)
-            show_bytes(run, parallel, batch[0], tokens)
-
     mesh = run.mesh("sp")
     parallelize = partial(sequence_parallelize, mesh=mesh)
-    reduce, whole = partial(sum_gradients, mesh=mesh), ("",)  # in every name: no weight is split
-    show_model(run, Workload.of(args), parallelize, whole=whole, also=also, reduce=reduce)
+    show_sequence(run, Workload.of(args), mesh, parallelize, formula)
 
 
 if __name__ == "__main__":

@@ -33,10 +33,11 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb
 
-from memory.saved_outputs import SavedOutputs, for_all
+from memory.saved_outputs import SavedOutputs
 from memory.tiled_loss import TiledLoss, tiles
 from ulysses_forward import AllToAll, sum_of_losses
 from utils.collectives import group_of_axis
+from utils.kernels import for_all
 from utils.shards import shard_heads, shard_range
 
 

@@ -16,6 +16,8 @@ What takes tokens apart and puts heads together, on one rank or many, is `long_s
 import torch
 from torch.autograd.function import once_differentiable
 
+from utils.kernels import attend, attend_backward
+
 
 class SavedOutputs(torch.autograd.Function):
     """All layers and the loss. Of each layer only attention's outputs are kept; it is run once.
@@ -99,11 +101,11 @@ def run_attention(stack, layer, x):
     flats, lses, needed = [], [], []
     for turn in stack.rounds:
         q, k, v = qkv_of_heads(stack, layer, x, turn)
-        o, *rest = attend(q, k, v) if q.shape[1] else (q,)
+        o, *lse, rest = attend(q, k, v) if q.shape[1] else (q, ())
         del q, k, v
         flats.append(stack.to_tokens([o], stack.counts(turn)))
-        lses += rest[:1]
-        needed.append(rest[1:])
+        lses += lse
+        needed.append(rest)
     return flats, lses, needed
 
 
@@ -175,7 +177,7 @@ def layer_backward(stack, layer, x, flats, lses, needed, d, sums):
         o, flats[i] = stack.to_heads(flats[i], counts), None
         do, grads[i] = stack.to_heads(grads[i], counts), None
         some = q.shape[1]  # heads of this rank
-        dqkv = [*attend_backward(do, q, k, v, o, lses.pop(0), *needed[i])] if some else [q, k, v]
+        dqkv = [*attend_backward(do, q, k, v, o, lses.pop(0), needed[i])] if some else [q, k, v]
         del q, k, v, o, do
         needed[i] = None
         counts = stack.counts(turn, keys=2)
@@ -186,52 +188,6 @@ def layer_backward(stack, layer, x, flats, lses, needed, d, sums):
             with torch.enable_grad():
                 heads = stack.qkv_of_tokens(layer, h, at, turn)
             d[:, at] += gradients(heads, [h], [view[at] for view in views])[0]
-
-
-# ---------------------------------------------------------------- attention
-
-
-def for_all(keys, heads):
-    """KV heads (B, k, S, D), each as often as it has query heads; one alone takes no memory."""
-    if keys.shape[1] == 1:
-        return keys.expand(-1, heads, -1, -1)
-    return keys.repeat_interleave(heads // keys.shape[1], 1)
-
-
-def attend(q, k, v):
-    """Causal attention by the device's kernel: (B, n, S, D), GQA -> (o, what its backward needs).
-
-    The kernels are those that F.scaled_dot_product_attention chooses among, with their
-    log-sum-exps.
-    """
-    k, v = (for_all(t, q.shape[1]) for t in (k, v))
-    aten = torch.ops.aten
-    if q.device.type == "cpu":
-        return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
-    if q.dtype == torch.float32:
-        return aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, True)
-    return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[:8]
-
-
-def attend_backward(grad, q, k, v, o, lse, *rest):
-    """The gradients of q, k, v, from what `attend` gave; it is not run again."""
-    keys = k.shape[1]
-    k, v = (for_all(t, q.shape[1]) for t in (k, v))
-    aten = torch.ops.aten
-    if q.device.type == "cpu":
-        backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
-        dq, dk, dv = backward(grad, q, k, v, o, lse, 0.0, True)
-    elif q.dtype == torch.float32:
-        backward = aten._scaled_dot_product_efficient_attention_backward
-        wanted = [True, True, True, False]
-        dq, dk, dv, _ = backward(grad, q, k, v, None, o, lse, *rest, 0.0, wanted, True)
-    else:
-        cumulative_and_largest, seeds = rest[:4], rest[4:]
-        backward = aten._scaled_dot_product_flash_attention_backward
-        dq, dk, dv = backward(grad, q, k, v, o, lse, *cumulative_and_largest, 0.0, True, *seeds)
-    if keys < q.shape[1]:
-        dk, dv = (t.unflatten(1, (keys, -1)).sum(2) for t in (dk, dv))
-    return dq, dk, dv
 
 
 # ---------------------------------------------------------------- where it is kept

@@ -4,7 +4,7 @@ and backward; what these are built of; point to point; subgroups; and the sum of
 Shapes as in `utils/__init__.py`.
 """
 
-from functools import cache
+from functools import cache, partial
 
 import torch
 import torch.distributed as dist
@@ -111,6 +111,33 @@ def receive(source, group, shapes, like):
         work.wait()
         coming = shape and post(shape)
         yield tensor.to(like.device)
+
+
+def exchange(sends, receives, group):
+    """Begin messages to and from ranks of `group`, all at once; the function that waits for them.
+
+    sends, receives: [(contiguous tensor, rank)]; what lies between two ranks is in the same order
+    on both. All must be left alone until then. Through host memory by gloo.
+    """
+    host = dist.get_backend(group) == "gloo"
+    there = [torch.empty_like(x, device="cpu") if host and x.is_cuda else x for x, _ in receives]
+    here = [x.cpu() if host else x for x, _ in sends]
+    message = partial(dist.P2POp, group=group)
+    ops = [message(dist.isend, x, group_peer=to) for x, (_, to) in zip(here, sends, strict=True)]
+    ops += [
+        message(dist.irecv, x, group_peer=of) for x, (_, of) in zip(there, receives, strict=True)
+    ]
+    works = dist.batch_isend_irecv(ops) if ops else []
+
+    def wait():
+        for work in works:
+            work.wait()
+        for x, (tensor, _) in zip(there, receives, strict=True):
+            if x is not tensor:
+                tensor.copy_(x)
+        here.clear()  # until now somebody had to have them
+
+    return wait
 
 
 class CopyToRanks(torch.autograd.Function):

@@ -303,14 +303,17 @@ def measure_memory(run, parallelize, ids, reduce=None):
 def measure_bytes(run, forward, layers, formula):
     """Print what a layer sends in a forward and its backward, on average, beside a formula's bytes.
 
-    forward(): runs that of all layers; what it returns is gone back from.
+    forward(): runs that of all layers; what it returns is gone back from. formula: a number for
+    each of the two, or one for both.
     """
-    result = []
+    result, pair = [], isinstance(formula, tuple)
     both = [bytes_sent(run, lambda: result.append(forward())),
             bytes_sent(run, lambda: result[0].sum().backward())]  # fmt: skip
     sent, wires = ([n and n / layers for n in numbers] for numbers in zip(*both, strict=True))
-    said = " and ".join(f"{n:,.0f}" for n in sent)
-    run.print0(
-        f"bytes sent per rank and layer, forward and backward: {said}; formula {formula:,.0f} each"
+    said, wanted = (
+        " and ".join(f"{n:,.0f}" for n in numbers)
+        for numbers in (sent, formula if pair else [formula])
     )
+    run.print0(f"bytes sent per rank and layer, forward and backward: {said}; formula {wanted}"
+               f"{'' if pair else ' each'}")  # fmt: skip
     run.results |= {"sent_bytes": sent, "formula_bytes": formula, "wire_bytes": wires}

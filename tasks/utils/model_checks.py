@@ -4,13 +4,15 @@ The reference is always the unmodified model, run by rank 0 alone on the same we
 """
 
 import math
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 
+from utils.collectives import sum_gradients
 from utils.errors import UserError
-from utils.generation import check_continuation, encode_prompts, recompute
-from utils.measure import measure_memory, measure_time
+from utils.generation import check_continuation, encode_prompts, hf_generate, recompute
+from utils.measure import measure_bytes, measure_memory, measure_time
 from utils.shards import shard_of
 from utils.tolerance import LIMITS
 from utils.wider import wider_copy
@@ -50,6 +52,31 @@ def show_model(run, workload, parallelize, loss=own_loss, whole=("norm",), also=
         measure_time(run, reference, parallel, batch[0], workload.repeats, reduce)
         del reference, parallel
         measure_memory(run, parallelize, batch[0], reduce)
+
+
+def show_sequence(run, workload, mesh, parallelize, formula):
+    """`show_model`, of a model whose tokens are split over a mesh's ranks, and further checks.
+
+    That is text by `.generate`, the hidden states of each rank's tokens, `model.tokens(S)`, and
+    bytes. formula(model, B, S): those of a layer, as `measure_bytes` takes it.
+    """
+    run.mark = "S"
+
+    def also(prompt, batch, parallel, references):
+        how, new_tokens = " by .generate", workload.new_tokens
+        check_continuation(run, hf_generate, prompt, new_tokens, parallel, references, how)
+        ids, (B, S) = batch[0], batch[0].shape
+        if run.world_size > S:  # it has been padded
+            return
+        tokens = parallel.tokens(S)
+        check_hidden_states(run, batch, parallel, references, tokens)
+        positions = torch.arange(S, device=ids.device)[None, tokens]
+        inputs = ids[:, tokens], parallel.seen(S, device=ids.device), positions
+        layers, expected = run.source.config.num_hidden_layers, formula(parallel, B, S)
+        measure_bytes(run, lambda: parallel.model(*inputs)[0], layers, expected)
+
+    reduce, whole = partial(sum_gradients, mesh=mesh), ("",)  # in every name: no weight is split
+    show_model(run, workload, parallelize, whole=whole, also=also, reduce=reduce)
 
 
 def make_batch(run, batch_size, seq_len, text=TEXT):

@@ -4,6 +4,7 @@ what a model of slices refuses.
 Shapes as in `utils/__init__.py`.
 """
 
+import copy
 from fnmatch import fnmatch
 from functools import cache
 
@@ -142,6 +143,33 @@ def check_whole(model):
         raise ValueError("this model is tensor-parallel already")
     if type(model).__name__ != "LlamaForCausalLM":
         raise ValueError(f"not an ordinary LlamaForCausalLM: {type(model).__name__}")
+
+
+def become(model, kind, group, name, attend):
+    """Make a LlamaForCausalLM one of `kind`, whose layers call `attend`; it and they have `group`.
+
+    name: of attend, in transformers' list. `model.before` are the configurations that it had, which
+    others may share. Raises ValueError as `check_whole` does, and UserError for RoPE that depends
+    on the length of the sequence.
+    """
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    check_whole(model)
+    config = model.config
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    if (of_rope := rope.get("rope_type")) in ("dynamic", "longrope"):
+        raise UserError(f"RoPE {of_rope} depends on the sequence's length, which no rank sees")
+    model.before = config, model.generation_config
+    config, model.generation_config = map(copy.deepcopy, model.before)
+    ALL_ATTENTION_FUNCTIONS[name] = attend
+    config._attn_implementation = name
+    config.use_cache = model.generation_config.use_cache = False
+    for module in model.modules():
+        if hasattr(module, "config"):
+            module.config = config
+    for layer in model.model.layers:
+        layer.self_attn.group = group
+    model.__class__, model.group = kind, group
 
 
 def refuse(arguments, *names):

@@ -1,0 +1,296 @@
+"""Bonus: ring attention. Each rank keeps its tokens; keys and values travel from rank to rank.
+
+As in Task 4 every rank has all weights and a share of the tokens, and attention alone needs the
+others'. There tokens were exchanged for heads. Here a rank attends with the queries of its own
+tokens to one rank's keys after another's, and the next are on their way meanwhile (arXiv
+2310.01889):
+
+    hop     rank 0              rank 1              rank 2
+    0       q0 to k0, v0        q1 to k1, v1        q2 to k2, v2
+    1       q0 to k2, v2        q1 to k0, v0        q2 to k1, v1
+    2       q0 to k1, v1        q1 to k2, v2        q2 to k0, v0
+
+A block gives outputs and, for each query, the log of the sum of its scores' exponentials; by these,
+two blocks merge into what both sets of keys would have given at once. Backward, keys and values
+travel again, and behind them their gradients, to which each rank adds, on their way home. A block's
+gradients are exact, since its probabilities are made with the log-sum-exps of *all* keys.
+
+Attention is causal: blocks of later keys are not computed, and a chunk of keys goes no further than
+to the last rank that needs it. What there is to do and to send hangs on how tokens are dealt out:
+
+                                                    most work of a rank     sent in a forward
+    contiguous, upwards     rank r: share r of P    2 - 1/P times the mean  1/2 of all the way round
+    zigzag, downwards       r and 2P-1-r of 2P      the mean, as all ranks  3/4
+
+Keys and values of T = B S tokens of e bytes a number, all the way round, are 2 (P-1) T/P K D e for
+each rank. Backward it is twice the forward; half are gradients (in float32 at least). So balance
+costs half as many bytes again. (The other way round, zigzag would send up to 1 - 1/2P of all, and
+contiguous 1 - 1/P.) The zigzag is that of Llama 3, arXiv 2407.21783, section 3.3.2.
+
+    OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 2 tasks/ring_attention.py
+
+checks what Task 4 checks against a single-rank run of the unmodified model: hidden states, logits,
+loss, gradients of the input embeddings and of all weights (batch of 2, left padding), text, bytes.
+"""
+
+from functools import partial
+from itertools import accumulate
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from ulysses_forward import SequenceParallelLlama
+from utils.collectives import exchange, group_of_axis
+from utils.flags import Workload, add_model_flags, make_parser
+from utils.job import start
+from utils.kernels import attend, attend_backward
+from utils.model_checks import show_sequence
+from utils.shards import become, shard_range
+
+# ---------------------------------------------------------------- the technique: who has what, when
+
+
+class Ring:
+    """Which tokens each rank has, which keys they see, and how far keys and values travel.
+
+    The sequence is cut into chunks, numbered in its order. Chunk r is rank r's; with `zigzag` there
+    are 2P of them, and chunk 2P-1-r is rank r's, too. Queries see all keys of earlier chunks, and
+    in their own those that are not later. A hop is from rank r to r+1, or, with `zigzag`, to r-1:
+    so all ranks on the way to the last that needs a chunk need it themselves.
+    """
+
+    def __init__(self, group, length, zigzag, real=None):
+        """length: tokens of the sequence, P or more. real: (B, S), which of them are no padding."""
+        self.group, self.P, self.rank = group, group.size(), group.rank()
+        self.zigzag, self.real = zigzag, real
+        shares = (shard_range(length, self.P, rank) for rank in range(self.P))
+        sizes = [stop - first for first, stop in shares]
+        if zigzag:
+            sizes = [-(-n // 2) for n in sizes] + [n // 2 for n in reversed(sizes)]
+        stops = accumulate(sizes)
+        self.tokens = [slice(stop - n, stop) for stop, n in zip(stops, sizes, strict=True)]
+
+    def size(self, chunk):
+        return self.tokens[chunk].stop - self.tokens[chunk].start
+
+    def chunks(self, rank):
+        """A rank's, but for those without a token."""
+        both = [rank, len(self.tokens) - 1 - rank] if self.zigzag else [rank]
+        return [chunk for chunk in both if self.size(chunk)]
+
+    def order(self):
+        """All tokens, (length,): rank 0's, rank 1's, ...; of each as many as `shard_range` says."""
+        mine = [self.tokens[chunk] for rank in range(self.P) for chunk in self.chunks(rank)]
+        return torch.cat([torch.arange(tokens.start, tokens.stop) for tokens in mine])
+
+    def along(self, rank, hops):
+        """The rank so many hops further on; of a negative number, back."""
+        return (rank - hops if self.zigzag else rank + hops) % self.P
+
+    def last_hop(self, chunk):
+        """On which it comes to the last rank that has queries behind it."""
+        return min(self.P, len(self.tokens) - chunk) - 1
+
+    def here(self, rank, hop):
+        """The chunks of keys and values that a rank has after so many hops."""
+        return [c for c in self.chunks(self.along(rank, -hop)) if self.last_hop(c) >= hop]
+
+    def split(self, x):
+        """This rank's tokens, (B, heads, S/P, D): {chunk: (B, heads, tokens, D)}."""
+        mine = self.chunks(self.rank)
+        return dict(zip(mine, x.split([self.size(chunk) for chunk in mine], dim=2), strict=True))
+
+    def bias(self, i, j, like):
+        """What is added to the scores of chunk i's queries and chunk j's keys; None: nothing."""
+        if self.real is None:
+            return None
+        seen = self.real[:, None, None, self.tokens[j]]
+        if i == j:
+            causal = seen.new_ones(self.size(i), self.size(i)).tril()
+            seen = (seen | causal.mT) & causal  # padding sees itself, for a query needs a key
+        bias = like.new_zeros(seen.shape).masked_fill_(~seen, -torch.inf)
+        return bias.expand(-1, -1, self.size(i), -1)
+
+    def pass_on(self, hop, leaving, k, home=None):
+        """Begin a hop: {chunk: what will come}, and the function that waits until it has.
+
+        leaving: {chunk: (2, B, K, tokens, D)} of what is `here`; k: a rank's keys. home: None, or,
+        of gradients, their dtype: the last rank on a chunk's way sends it home, to the first.
+        """
+        onward, back = self.along(self.rank, 1), self.along(self.rank, -1)
+        sends = [(x, onward) for chunk, x in leaving.items() if self.last_hop(chunk) > hop]
+        comes = {chunk: back for chunk in self.here(back, hop) if self.last_hop(chunk) > hop}
+        if home:
+            first, last = self.along(self.rank, -hop), self.along(self.rank, hop)
+            sends += [(x, first) for chunk, x in leaving.items() if self.last_hop(chunk) == hop]
+            mine = self.chunks(self.rank)
+            comes |= {chunk: last for chunk in mine if self.last_hop(chunk) == hop}
+        shape, of = (2, *k.shape[:2]), dict(dtype=home or k.dtype)
+        coming = {c: k.new_empty(*shape, self.size(c), k.shape[3], **of) for c in comes}
+        receives = [(coming[chunk], source) for chunk, source in comes.items()]
+        return coming, exchange(sends, receives, self.group)
+
+
+# ---------------------------------------------------------------- the technique: attention
+
+
+def merge(one, other):
+    """Attention to two sets of keys, from what it was to each: outputs (B, N, S, D), and for each
+    query the log of the sum of its scores' exponentials, (B, N, S).
+    """
+    (o, lse), (other_o, other_lse) = one, other
+    share = (other_lse - lse).sigmoid()  # of the other's exponentials in the sum of all
+    return o.lerp(other_o, share[..., None]), lse.logaddexp(other_lse)
+
+
+def travel(ring, k, v):
+    """Yield hop after hop (hop, pairs, here); the next keys and values come meanwhile.
+
+    here: {chunk: its keys and values, (2, B, K, tokens, D)}. pairs: (i, j), of chunk i's queries
+    with chunk j's keys; those of i itself come first.
+    """
+    keys, values = ring.split(k), ring.split(v)
+    here = {chunk: torch.stack([keys[chunk], values[chunk]]) for chunk in keys}
+    for hop in range(ring.P):
+        coming, wait = ring.pass_on(hop, here, k)
+        yield hop, [(i, j) for j in sorted(here, reverse=True) for i in keys if j <= i], here
+        wait()
+        here = coming
+
+
+class RingAttention(torch.autograd.Function):
+    """Causal attention of a rank's own queries to the keys of all ranks.
+
+                per rank            forward                 backward
+    q           (B, N, S/P, D)      stays                   dq: added up, hop by hop
+    k, v        (B, K, S/P, D)      travel                  travel; dk and dv follow, and go home
+    o           (B, N, S/P, D)      merged, hop by hop      do: stays
+
+    Merged and added up in float32 at least, in which dk and dv travel, too.
+    """
+
+    @staticmethod
+    def forward(ctx, q, k, v, ring):
+        wide, queries, merged = torch.promote_types(q.dtype, torch.float32), ring.split(q), {}
+        ctx.ring, ctx.rest = ring, {}
+        for _, pairs, here in travel(ring, k, v):
+            for i, j in pairs:
+                bias = ring.bias(i, j, q)
+                o, lse, ctx.rest[i, j] = attend(queries[i], *here[j], i == j, bias)
+                if bias is not None and i > j:  # of a chunk that is all padding
+                    lse = lse.masked_fill((bias == -torch.inf).all(-1), -torch.inf)
+                block = o.to(wide), lse.to(wide)
+                merged[i] = merge(merged[i], block) if i in merged else block
+        o = torch.cat([merged[i][0] for i in queries], dim=2).to(q.dtype)
+        ctx.save_for_backward(q, k, v, o, *(merged[i][1] for i in queries))
+        return o
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        q, k, v, o, *lses = ctx.saved_tensors
+        ring, wide = ctx.ring, torch.promote_types(q.dtype, torch.float32)
+        queries, outputs, grads = ring.split(q), ring.split(o), ring.split(grad)
+        lses = dict(zip(queries, lses, strict=True))
+        dq = {i: torch.zeros_like(x, dtype=wide) for i, x in queries.items()}
+        mine, coming, wait = {}, {}, lambda: None
+        for hop, pairs, here in travel(ring, k, v):
+            dkv = {j: torch.zeros_like(x, dtype=wide) for j, x in here.items()}
+            for i, j in pairs:
+                block = queries[i], *here[j], outputs[i], lses[i], ctx.rest[i, j]
+                parts = attend_backward(grads[i], *block, i == j, ring.bias(i, j, q))
+                for total, part in zip((dq[i], *dkv[j]), parts, strict=True):
+                    total += part
+            if hop == 0:
+                mine = dkv
+                continue
+            wait()
+            add(coming, mine, dkv)
+            coming, wait = ring.pass_on(hop, dkv, k, home=wide)
+        wait()
+        add(coming, mine, {})
+        dk, dv = (torch.cat(of, dim=2) for of in zip(*mine.values(), strict=True))
+        return torch.cat([*dq.values()], dim=2).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None
+
+
+def add(coming, mine, others):
+    """Gradients that have come, home or on their way: add them to this rank's part of them."""
+    for chunk, dkv in coming.items():
+        (others if chunk in others else mine)[chunk] += dkv
+
+
+def ring_attention(module, query, key, value, attention_mask, dropout=0.0, **kwargs):
+    """Attention of this rank's tokens to all; query (B, N, S/P, D), key and value (B, K, S/P, D).
+
+    attention_mask: see `RingLlama.seen`. Returns (B, S/P, N, D) and None, as Hugging Face wants it.
+    Raises ValueError for dropout.
+    """
+    if dropout:
+        raise ValueError("attention dropout: not in a ring")
+    real = attention_mask[:, 0, 0] if attention_mask.shape[2] else None
+    ring = Ring(module.group, attention_mask.shape[-1], module.zigzag, real)
+    return RingAttention.apply(query, key, value, ring).transpose(1, 2), None
+
+
+class RingLlama(SequenceParallelLlama):
+    """Takes and gives whole sequences, in order, as Task 4's; tokens are dealt out by a ring."""
+
+    def order(self, length):
+        return Ring(self.group, length, self.zigzag).order().to(self.device)
+
+    def tokens(self, length):
+        return self.order(length)[super().tokens(length)]
+
+    def whole(self, x, length):
+        return super().whole(x, length)[:, self.order(length).argsort()]
+
+    @staticmethod
+    def seen(length, attention_mask=None, device=None):
+        """Of all tokens, which are no padding, (B, 1, 1, S). If all are, there are no rows."""
+        if attention_mask is None or attention_mask.all():
+            return torch.ones(1, 1, 0, length, dtype=torch.bool, device=device)
+        return attention_mask.bool()[:, None, None]
+
+
+def ring_parallelize(model, mesh, zigzag=True):
+    """Make a LlamaForCausalLM sequence-parallel in place, by a ring of the ranks of `mesh`.
+
+    It is used as one of `sequence_parallelize`; there may be more ranks than heads. Those who have
+    a rank's tokens only deal them out by `Ring.order`, and give `RingLlama.seen(S)` as the mask.
+    Raises UserError for RoPE that depends on the length, ValueError as `check_whole` does, and, in
+    the forward, for attention's dropout. Source: Ring Attention, arXiv 2310.01889.
+    """
+    become(model, RingLlama, group_of_axis(mesh), "ring", ring_attention)
+    for module in [model, *(layer.self_attn for layer in model.model.layers)]:
+        module.zigzag = zigzag
+    return model
+
+
+# ---------------------------------------------------------------- what is shown with it
+
+
+def formula(model, B, S):
+    """Bytes that each rank sends in one layer, forward and backward; the mean over ranks."""
+    ring, dtype = Ring(model.group, S, model.zigzag), model.dtype
+    hops = sum(ring.size(chunk) * ring.last_hop(chunk) for chunk in range(len(ring.tokens)))
+    numbers = 2 * B * hops / ring.P * model.config.num_key_value_heads * model.config.head_dim
+    wide = torch.promote_types(dtype, torch.float32)
+    return numbers * dtype.itemsize, numbers * (dtype.itemsize + wide.itemsize)
+
+
+def main():
+    parser = add_model_flags(make_parser(__doc__))
+    parser.add_argument("--layout", choices=["zigzag", "contiguous"], default="zigzag",
+                        help="how tokens are dealt out; default zigzag")  # fmt: skip
+    start(parser.parse_args(), show)
+
+
+def show(run, args):
+    """All checks of the model, its text, bytes, time and memory."""
+    mesh = run.mesh("sp")
+    parallelize = partial(ring_parallelize, mesh=mesh, zigzag=args.layout == "zigzag")
+    show_sequence(run, Workload.of(args), mesh, parallelize, formula)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""Attention by the device's own kernels, with what `F.scaled_dot_product_attention` keeps back: the
+log-sum-exps. From these its backward can be run alone, and blocks of it be merged into the whole.
+
+Shapes as in `utils/__init__.py`. Source: FlashAttention-2, arXiv 2307.08691, section 3.1.
+"""
+
+import torch
+import torch.nn.functional as F
+
+aten = torch.ops.aten
+EFFICIENT_ROWS = 32  # the efficient kernel's log-sum-exps are padded to a multiple of it
+
+
+def kernel_of(q, bias=None):
+    """Which of the kernels below takes queries like these."""
+    if q.device.type == "cpu":
+        return "cpu"
+    if q.dtype == torch.float64 or q.shape[-1] % 8:
+        return "plain"
+    half = q.dtype.itemsize == 2 and bias is None and q.shape[-1] <= 256
+    return "flash" if half and torch.cuda.get_device_capability(q.device) >= (8, 0) else "efficient"
+
+
+def for_all(keys, heads):
+    """KV heads (B, k, S, D), each as often as it has query heads; one alone takes no memory."""
+    if keys.shape[1] == 1:
+        return keys.expand(-1, heads, -1, -1)
+    return keys.repeat_interleave(heads // keys.shape[1], 1)
+
+
+def attend(q, k, v, causal=True, bias=None):
+    """Attention of q (B, n, S, D) to k, v (B, k, T, D): (o, log-sum-exps (B, n, S), rest).
+
+    causal: token i sees keys 0 to i, unless there is a bias, (B, 1, S, T), of q's dtype: it is
+    added to the scores, and says all of what is seen. rest: what `attend_backward` takes besides.
+    A query that sees nothing gets 0, and a log-sum-exp that means nothing.
+    """
+    kernel, causal = kernel_of(q, bias), causal and bias is None
+    if kernel == "cpu":
+        flash = aten._scaled_dot_product_flash_attention_for_cpu
+        return *flash(q, k, v, 0.0, causal, attn_mask=bias), ()
+    if kernel == "plain":
+        return *plain(q, k, v, causal, bias), ()
+    if kernel == "flash":
+        o, lse, *rest = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[:8]
+        return o, lse, rest
+    k, v = (for_all(t, q.shape[1]) for t in (k, v))
+    bias = None if bias is None else bias.expand(len(q), q.shape[1], -1, -1)
+    efficient = aten._scaled_dot_product_efficient_attention
+    o, lse, *rest = efficient(q, k, v, bias, True, 0.0, causal)
+    return o, lse[..., : q.shape[2]], rest
+
+
+def attend_backward(grad, q, k, v, o, lse, rest=(), causal=True, bias=None):
+    """The gradients of q, k, v; attention is not run again.
+
+    o, lse: of all keys that the queries see, of which k and v may be some: then these are their
+    parts of the gradients, exactly, for with the log-sum-exps of all, exp(scores - lse) are the
+    very probabilities.
+    """
+    kernel, keys, causal = kernel_of(q, bias), k.shape[1], causal and bias is None
+    if kernel == "cpu":
+        backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
+        return backward(grad, q, k, v, o, lse, 0.0, causal, attn_mask=bias)
+    if kernel == "plain":
+        return plain_backward(grad, q, k, v, o, lse, causal, bias)
+    if kernel == "flash":
+        backward = aten._scaled_dot_product_flash_attention_backward
+        return backward(grad, q, k, v, o, lse, *rest[:4], 0.0, causal, *rest[4:])
+    k, v = (for_all(t, q.shape[1]) for t in (k, v))
+    bias = None if bias is None else bias.expand(len(q), q.shape[1], -1, -1)
+    lse = F.pad(lse, (0, -lse.shape[-1] % EFFICIENT_ROWS), value=torch.inf)
+    backward = aten._scaled_dot_product_efficient_attention_backward
+    wanted = [True, True, True, False]
+    dq, dk, dv, _ = backward(grad, q, k, v, bias, o, lse, *rest, 0.0, wanted, causal)
+    dk, dv = (t.unflatten(1, (keys, -1)).sum(2) for t in (dk, dv))
+    return dq, dk, dv
+
+
+# ---------------------------------------------------------------- without a kernel
+
+
+def scores(q, k, causal, bias):
+    """(B, k, n/k, S, T): all at once."""
+    q = q.unflatten(1, (k.shape[1], -1)) / q.shape[-1] ** 0.5
+    s = q @ k[:, :, None].mT
+    if causal:
+        s = s.masked_fill(
+            torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device).triu(1), -torch.inf
+        )
+    return s if bias is None else s + bias[:, :, None]
+
+
+def plain(q, k, v, causal, bias):
+    """`attend`, written out."""
+    s = scores(q, k, causal, bias)
+    lse = s.logsumexp(-1)
+    p = (s - lse[..., None]).exp().nan_to_num(0)
+    return (p @ v[:, :, None]).flatten(1, 2), lse.flatten(1, 2)
+
+
+def plain_backward(grad, q, k, v, o, lse, causal, bias):
+    """`attend_backward`, written out."""
+    heads = k.shape[1], -1
+    do, o, lse = (t.unflatten(1, heads) for t in (grad, o, lse))
+    p = (scores(q, k, causal, bias) - lse[..., None]).exp()
+    dv = (p.mT @ do).sum(2)
+    ds = p * (do @ v[:, :, None].mT - (do * o).sum(-1, keepdim=True)) / q.shape[-1] ** 0.5
+    return (ds @ k[:, :, None]).flatten(1, 2), (ds.mT @ q.unflatten(1, heads)).sum(2), dv
