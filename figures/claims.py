@@ -80,6 +80,9 @@ TASK = {
     "ulysses_forward": ("Task 4", 2, [], [
         ("hidden states of every layer", "^hidden states"), *MODEL, TOKENS,
     ]),
+    "ring_attention": ("Ring", 2, [], [
+        ("hidden states of every layer", "^hidden states"), *MODEL, TOKENS,
+    ]),
     "ulysses_finetune": ("Task 5", 2, [], [
         ("losses beside plain PEFT, three steps", "^losses$"),
         ("gradients before the optimizer", r"\.weight grad$"),

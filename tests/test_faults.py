@@ -38,6 +38,7 @@ ENDLESS = {
     "dtensor_llama": ["--repeats", 10**6],
     "kv_cache": ["--repeats", 10**6],
     "ulysses_forward": ["--repeats", 10**6],
+    "ring_attention": ["--repeats", 10**6],
     "ulysses_finetune": ["--steps", 10**6, "--check-steps", 0],
 }
 

@@ -51,6 +51,7 @@ def arguments(script, odd_llama):
         # The trained model: an untrained one says the same word again and again.
         "kv_cache": ["--model", "tiny", "--repeats", 0, "--new-tokens", 6],
         "ulysses_forward": ["--repeats", 0, "--batch-size", 3, "--seq-len", 23],
+        "ring_attention": ["--repeats", 0, "--batch-size", 3, "--seq-len", 23],
         "ulysses_finetune": ["--batch-size", 2, "--seq-len", 23],
         "pipeline_threads": ["--batch-size", 5, "--seq-len", 19, "--repeats", 0],
         "pipeline_llama": ["--batch-size", 3, "--microbatches", 3, "--seq-len", 19],
@@ -906,6 +907,46 @@ BUGS = {
     "the same batch again and again": (
         "pretrain_2d --tp 1", 2, "pretrain_2d.py", "for batch in loader:",
         "for batch in [next(iter(loader))]:", "losses of|norms of",
+    ),
+    "blocks are merged as if they had the same scores": (
+        "ring_attention", 2, "ring_attention.py", "(other_lse - lse).sigmoid()",
+        "torch.full_like(lse, 0.5)", "logits",
+    ),
+    "a merged block's exponentials are forgotten": (
+        "ring_attention", 3, "ring_attention.py", "lse.logaddexp(other_lse)", "lse", "logits",
+    ),
+    "a hop is skipped": (
+        "ring_attention --layout contiguous", 3, "ring_attention.py",
+        "        yield hop, [", "        yield hop, [] if hop == 1 else [", "logits",
+    ),
+    "a token sees the next one": (
+        "ring_attention", 2, "ring_attention.py", "self.size(i)).tril()", "self.size(i)).tril(1)",
+        "logits",
+    ),
+    "padding's chunk counts as keys": (
+        "ring_attention", 3, "ring_attention.py", "(bias == -torch.inf).all(-1)",
+        "(bias > torch.inf).all(-1)", "logits",
+    ),
+    "gradients stop one hop from home": (
+        "ring_attention --layout contiguous", 3, "ring_attention.py", "        if home:\n",
+        "        if False:\n", "input embeddings grad|k_proj",
+    ),
+    "gradients on their way are not added to": (
+        "ring_attention", 3, "ring_attention.py",
+        "(others if chunk in others else mine)[chunk] += dkv",
+        "mine.get(chunk, dkv * 0).add_(dkv)", "grad",
+    ),
+    "a block has log-sum-exps of its own": (
+        "ring_attention", 2, "ring_attention.py", "*(merged[i][1] for i in queries))",
+        "*(merged[i][1] - 0.01 for i in queries))", "grad",
+    ),
+    "the zigzag is not undone": (
+        "ring_attention", 2, "ring_attention.py", "[:, self.order(length).argsort()]", "",
+        "logits",
+    ),
+    "tokens keep the positions of contiguous shares": (
+        "ring_attention", 2, "ulysses_forward.py", "mine(position_ids),",
+        "position_ids[:, slice(*shard_range(length, ranks, self.group.rank()))],", "logits",
     ),
     "parts of a mean are averaged": (
         "data_parallel --strategy fsdp2", 2, "data_parallel.py", "(group.size() * part)",

@@ -10,9 +10,8 @@ scores (which no fused kernel keeps) but what the backward needs of every token.
      14   with what `saved_outputs.py` does: attention's outputs (1 a layer), and a part's work
 
 `saved_outputs.py` is a layer backward that never runs attention again, nor keeps layers' inputs (a
-selective checkpoint, arXiv 2310.03294, keeps them beside the outputs): all else in a layer treats
-tokens one by one, and is built again from attention's outputs, with matrix products only. It
-takes as little memory as recomputing layers and, since attention is most of the time, less time.
+selective checkpoint, arXiv 2310.03294, does): all else in a layer treats tokens one by one, and is
+built again from attention's outputs: as little memory as if layers were recomputed, in less time.
 
 Under Ulysses all of it is as on one rank: tiles are of a rank's own tokens, and the heads taken at
 a time are spread over the ranks. What travels is what travels under checkpointing, heads in groups.
