@@ -21,6 +21,11 @@ from utils.models import Source
 
 GIB = 2**30
 COLUMNS = "parameters", "gradients", "Adam's", "kept", "peak", "sent"
+LEGEND = """
+kept: by a forward for its backward; nothing is recomputed. peak: the most that tensors take. sent:
+in a step. All numbers, Adam's too, are of --dtype. Where data are parallel (dp) each rank has its
+own --batch-size sequences. finetune trains a prompt alone; kv-cache is a forward. The scripts' own
+checks need more: rank 0 holds the whole model for its reference."""
 
 
 def main():
@@ -78,6 +83,7 @@ def show(args):
                 break
         if not args.technique:
             print(fewest or f"{name:12} {why}")
+    print(LEGEND)
 
 
 def row(name, P, rank):

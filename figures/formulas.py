@@ -17,10 +17,8 @@ The peak is the weights, AdamW's states (2 numbers a parameter), and the largest
     optimizer    all gradients, and twice the largest parameter
 
 Attention is a fused kernel's, which keeps no scores. (On a GPU in float32 there is none for grouped
-queries: add B N S^2 numbers a layer.) Not counted is what libraries take beside tensors, and what a
-GPU's foreach kernels do in the optimizer's step. `estimate_check.py` holds the formulas against
-steps that are run, but for "finetune", whose tiles are a CPU's here, and "kv-cache".
-pipeline_threads.py is one process: the sum of gpipe's stages.
+queries: add B N S^2 numbers a layer.) `estimate_check.py` holds the formulas against steps that are
+run, but for "finetune" and "kv-cache". Threads are one process: the sum of gpipe's stages.
 """
 
 import sys
@@ -271,13 +269,13 @@ def zero1(work, P):
     return rank
 
 
-def fully_sharded(work, P, tp=1, loss=plain_loss, own=1.0, base_apart=False):
+def fully_sharded(work, P, tp=1, loss=plain_loss, own=1.0, base_apart=False, more=0):
     """FSDP2: a P-th of everything; layers whole while they run, the ends from forward to backward.
 
     tp: ranks that share a layer besides. base_apart: embedding and last norm are a unit of their
-    own, whole in forward and backward only. Rows are padded.
+    own, whole in forward and backward only. more: see `Work.kept`. Rows are padded.
     """
-    rank = step(work, loss, tp, own=own)
+    rank = step(work, loss, tp, own, more)
     if P == 1:
         return rank
     e, whole, (n, k), f = work.e, rank.parameters, work.heads(tp), up(work.F, tp)
@@ -302,10 +300,12 @@ def fully_sharded(work, P, tp=1, loss=plain_loss, own=1.0, base_apart=False):
 def mesh_2d(work, P, tp, replicate=False):
     """`pretrain_2d.py`: a plan over tp that splits norms by tokens, and FSDP2 or copies over dp.
 
-    Columns that cut through heads are gathered: k's and v's, and q's and o_proj's.
+    Columns that cut through heads are gathered: k's, v's (each query head has its own), q's, o's.
     """
     dp, work = P // tp, replace(work, S=up(work.S, tp) * tp)
-    rank = fully_sharded(work, 1 if replicate else dp, tp, dtensor_loss, 1 / tp, not work.tied)
+    (n, k), cut = work.heads(tp), work.K % tp > 0
+    of_dp = 1 if replicate else dp, tp, dtensor_loss, 1 / tp, not work.tied
+    rank = fully_sharded(work, *of_dp, 2 * (n - k) * work.D * cut)
     if replicate:
         rank.sent = summed(work, rank, dp, tp)
     cut = sum(up(heads * work.D, tp) * tp for heads in (work.K, work.N) if heads % tp)

@@ -49,7 +49,7 @@ from utils.flags import make_parser, natural, positive, rate
 from utils.job import start
 from utils.sharded_checkpoint import ShardedCheckpoints
 from utils.shards import apply_plan, refuse_as_whole, shard_range
-from utils.step_checks import check_copies
+from utils.step_checks import refuse_if_endless
 
 # ---------------------------------------------------------------- the technique: the plan
 
@@ -221,6 +221,7 @@ def train(model, mesh, batches, optimizer, schedule, replicate=False, clip=1.0):
         loss = forward_backward(model, batch, mesh, replicate)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
         (rate,) = schedule.get_last_lr()
+        refuse_if_endless(loss + norm.full_tensor(), schedule.base_lrs[0])
         optimizer.step()
         schedule.step()
         yield loss.item(), norm.full_tensor().item(), rate
@@ -249,7 +250,7 @@ def main():
     add("--tp", type=positive, help="columns; default the ranks / dp, or 2 of an even number")
     add("--replicate", action="store_true", help="copies along dp, in place of FSDP2; default no")
     add("--text", help="a file or URL, a document a paragraph; default the project's stories")
-    add("--num-documents", type=positive, default=240, help="one of ten is held out; default 240")
+    add("--num-documents", type=positive, help="a tenth is held out; default all, or 240 stories")
     add("--batch-size", type=positive, default=12, help="documents a step; default 12")
     add("--seq-len", type=positive, default=56, help="tokens of a document at most; default 56")
     add("--steps", type=positive, default=12, help="of training; default 12")
@@ -257,7 +258,7 @@ def main():
     add("--lr", type=rate, default=1e-3, help="AdamW's largest learning rate; default 1e-3")
     add("--output-dir", type=Path, help="for checkpoints, and model/ at the end; default none")
     add("--save-every", type=positive, default=100, help="steps; default 100")
-    add("--resume", action="store_true", help="go on from the newest there; default no")
+    add("--resume", action="store_true", help="go on there, by the same flags; default no")
     start(parser.parse_args(), show)
 
 
@@ -275,6 +276,7 @@ def show(run, args):
     model.to(run.device)  # FSDP2 looks for the parameters that are there now
     whole = "" if args.replicate and tp == 1 else "norm"
     run.check_weights("all", model, trial.references, whole=(whole,))
+    pretraining.check_fully_split(run, model, mesh["dp"].size() == 1 or args.replicate)
     with loss_parallel():
         batches = partial(make_batches, mesh=mesh, batch_size=B, device=run.device)
         step = partial(forward_backward, model, next(batches(rows)), mesh, args.replicate)
@@ -285,15 +287,13 @@ def show(run, args):
         training = train(model, mesh, left, optimizer, schedule, args.replicate)
         save = partial(checkpoints.save, model, optimizer, schedule)
         training = pretraining.saving(training, losses, args, save)
-        trial.check_steps(run, model, training, losses)
-        pretraining.progress(run, training, losses, args, B * S)
-        check_copies(run, "copies of a parameter, trained", model)
+        trial.check_steps(run, model, training, losses, checkpoints)
+        pretraining.progress(run, trial, model, training, losses, B * S)
         evaluate = partial(pretraining.evaluate, partial(loss_of, model, mesh=mesh), model, mesh)
         loss = evaluate(islice(batches(held), len(held) // B))
         pretraining.say_what_was_learnt(run, loss, rows, held)
         if args.output_dir:
-            batch, loss = next(iter(DataLoader(held, B))), evaluate(islice(batches(held), 1))
-            pretraining.export(run, model, tokenizer, checkpoints, batch, loss)
+            pretraining.export(run, model, tokenizer, checkpoints, DataLoader(held, B), loss)
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ from utils.model_checks import (
     train,
 )
 from utils.shards import keep_shard, refuse_as_whole, shard_range
-from utils.step_checks import check_copies, compare_gradients, keep_changes
+from utils.step_checks import check_copies, compare_gradients, keep_changes, refuse_if_endless
 from utils.tolerance import LIMITS
 from utils.wider import WIDER, wider_copy
 
@@ -109,16 +109,16 @@ SPLITS = {  # {name: (what splits a LlamaForCausalLM in place, its loss then, wh
 
 def main():
     parser = make_parser(__doc__)
-    add = parser.add_argument
-    add("--naive", action="store_true", help="the product and two layers alone; default no")
+    add, instead = parser.add_argument, parser.add_mutually_exclusive_group().add_argument
+    instead("--naive", action="store_true", help="the product and two layers alone; default no")
     add("--text", default="i love tensor parallelism.", help="the sentence; default '%(default)s'")
     add("--batch-size", type=positive, default=2, help="of the padded batch; default 2")
     add("--seq-len", type=positive, default=64, help="its tokens a sequence; default 64")
     add("--iterations", type=positive, default=5, help="of each training; default 5")
     add("--lr", type=rate, default=0.02, help="of SGD; default 0.02")
-    add("--profile", action="store_true", help="memory over a step of 1 x --seq-len tokens, "
-        "instead; default no")  # fmt: skip
-    add("--memory-budget", type=gib, metavar="GIB", help="in place of the checks: train "
+    instead("--profile", action="store_true", help="memory over a step of 1 x --seq-len tokens, "
+            "instead (of --model random/small-128k, say); default no")  # fmt: skip
+    instead("--memory-budget", type=gib, metavar="GIB", help="in place of the checks: train "
         "on one sequence of --seq-len tokens, each rank with so much memory beyond its weights; "
         "default none")  # fmt: skip
     start(parser.parse_args(), show)
@@ -135,17 +135,20 @@ def show(run, args):
     show_two_layers(run, group_of_axis(mesh))
     if args.naive:
         return
-    references = run.references(run.load_reference())
-    for name, (split, _, whole) in SPLITS.items():
-        model = run.load_model(partial(split, mesh=mesh))
-        run.check_weights(name, model, references, whole=("norm", *whole))
-    del references, model
+    for name, (split, *_) in SPLITS.items():
+        check_split(run, name, run.load_model(partial(split, mesh=mesh)))
     tokens = len(run.tokenizer(args.text)["input_ids"]) if run.tokenizer else 9
     if tokens < 3:
         raise UserError(f"--text {args.text!r}: {tokens} tokens, too short, use 3 or more")
     sentence = make_batch(run, 1, tokens, args.text)
     for batch in sentence, make_batch(run, args.batch_size, args.seq_len):
         show_training(run, mesh, batch, args.lr, args.iterations)
+
+
+def check_split(run, name, model):
+    """A model's weights are slices of the whole one's, all that its split is of."""
+    references = [one for one in [run.load_reference()] if one]
+    run.check_weights(name, model, references, whole=("norm", *SPLITS[name][2]))
 
 
 def show_product(run, group):
@@ -188,8 +191,8 @@ def show_two_layers(run, group, size=128, lr=0.002):
             run.check(f"two layers, iteration {number}: {kind}", [(ours, *of)], own=own)
 
 
-def show_training(run, mesh, batch, lr, iterations):
-    """All splits beside the unmodified model: each loss, and what the iterations change."""
+def show_training(run, mesh, batch, lr, iterations, splits=SPLITS):
+    """The splits beside the unmodified model: each loss, and what the iterations change."""
     ids, mask, labels = batch
     only, exactly = compared_layers(run), run.dtype != torch.bfloat16
     references = [one for one in [run.load_reference()] if one]
@@ -212,14 +215,13 @@ def show_training(run, mesh, batch, lr, iterations):
 
     expected, tokens = run.expect(expect, references)
     own = LIMITS["rms"] * error_of_mean(*tokens)  # which weights, off by one step, share
-    if not expected[0].isfinite().all():
-        raise UserError(f"--lr {lr}: losses that are no numbers any more: take a smaller one")
+    refuse_if_endless(expected[0], lr)
     for wide in references[1:]:
         for parameter, of in zip(references[0].parameters(), wide.parameters(), strict=True):
             parameter.exact_grad = of.grad.float()
     del references[1:]
     table, title = {"no TP": expected[0]}, f"{len(ids)} x {ids.shape[1]} tokens"
-    for name, (split, loss, _) in SPLITS.items():
+    for name, (split, loss, _) in splits.items():
         model = run.load_model(partial(split, mesh=mesh))
         table[name] = trained(model, loss)
         compared = [of if exactly else of[:1] for of in (table[name], *expected)]
@@ -243,11 +245,16 @@ def show_training(run, mesh, batch, lr, iterations):
 def train_within(run, mesh, args):
     """Iterations on one long sequence, each rank with no more memory than it is given."""
     ids, _, labels = make_batch(run, 1, args.seq_len)
+    name = "TP + loss parallel"  # beside the reference first, on few tokens
+    few = make_batch(run, 1, min(args.seq_len, 64))
+    show_training(run, mesh, few, args.lr, 2, {name: SPLITS[name]})
     model = run.load_model(partial(tensor_parallelize, mesh=mesh))
+    check_split(run, name, model)
     with limited_memory(run.device, args.memory_budget):
         optimizer = SGD(model.parameters(), args.lr)
         losses = train(model, own_loss, (ids, None, labels), optimizer, args.iterations)
     run.print0(f"losses: {', '.join(f'{loss:.4f}' for loss in losses)}")
+    refuse_if_endless(losses, args.lr)
     references = run.references(run.load_reference())
     with torch.no_grad():  # of which rank 0 has memory for the forward, without a limit
         expected = run.expect(
@@ -255,9 +262,6 @@ def train_within(run, mesh, args):
         )[0]
     means = [mean_loss(of, labels) for of in expected]
     run.check("loss of the first iteration", [(losses[0], *means)], own=error_of_mean(*expected))
-    if len(losses) > 1:
-        fallen = torch.tensor([[losses[-1] < losses[0]], [1.0]])
-        run.check("last loss, below the first", [fallen], 0.0)
 
 
 def profile(run, mesh, seq_len):
@@ -265,11 +269,13 @@ def profile(run, mesh, seq_len):
     ids, _, _ = make_batch(run, 1, seq_len)
     V, memory = run.source.config.vocab_size, {}
     first, stop = shard_range(V, run.world_size, run.rank)
-    bound = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 1e-2}[run.dtype]
+    bound = 1e-2 if run.dtype == torch.bfloat16 else 1e-5  # Hugging Face's loss is in float32
     for name, columns in ("one process", V), ("TP", V), ("TP + loss parallel", stop - first):
         split, mine = SPLITS.get(name, [None])[0], None
         if split or run.rank == 0:
             model = run.load_model(split and partial(split, mesh=mesh))
+            if split:
+                check_split(run, name, model)
             mine = record_step(model, ids, columns)
             del model
         memory[name] = [one for one in run.gather_objects(mine) if one]
@@ -278,13 +284,13 @@ def profile(run, mesh, seq_len):
             loss, expected = (torch.tensor(of, dtype=torch.float64) for of in losses)
             run.check(f"{name}: loss", [(loss, expected)], tolerance=bound * expected.item())
         most = max(memory[name], key=lambda one: one["peak"])
-        weights, peak = (f"{most[key] / 2**30:.2f}" for key in ("weights", "peak"))
-        parts = ", ".join(f"{most[part] / 2**30:.2f} {part}" for part in PARTS)
-        run.print0(f"memory, GiB, {name}: weights {weights}; at the peak of a step of {seq_len} "
+        weights, peak = (f"{most[key] / 2**20:.1f}" for key in ("weights", "peak"))
+        parts = ", ".join(f"{most[part] / 2**20:.1f} {part}" for part in PARTS)
+        run.print0(f"memory, MiB, {name}: weights {weights}; at the peak of a step of {seq_len} "
                    f"tokens {peak} more: {parts}")  # fmt: skip
     alone, whole, split = (max(of["peak"] for of in one) for one in memory.values())
     run.print0(f"peak beyond the weights, of one process's: TP {whole / alone:.0%}, TP + loss "
-               f"parallel {split / alone:.0%}; of the two {split / whole:.0%}")  # fmt: skip
+               f"parallel {split / alone:.0%}, which is {split / whole:.0%} of TP's")  # fmt: skip
     run.results["memory"] = memory | {"tokens": seq_len, "vocab_size": V}
 
 

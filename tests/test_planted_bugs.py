@@ -878,6 +878,18 @@ BUGS = {
         "pretrain_2d --tp 1 --replicate", 2, "pretrain_2d.py", "sum_gradients(mine, dp)", "pass",
         "gradients of the first step",
     ),
+    "nothing is split over dp": (
+        "pretrain_2d --tp 1", 2, "pretrain_2d.py", "fully_shard(unit, mesh=mesh[\"dp\"])", "pass",
+        "weights, all split over dp",
+    ),
+    "layers are no units of FSDP2's": (
+        "pretrain_2d --tp 1", 2, "pretrain_2d.py", "*base.layers, *(", "*(",
+        "weights, all split over dp",
+    ),
+    "the cosine is left out": (
+        "pretrain_2d --steps 24 --warm-up 10", 2, "pretrain_2d.py", "0.5 * (1 + math.cos(",
+        "0.5 * (1 + 0 * math.cos(", "learning rates of the others",
+    ),
     "copies of a norm drift": (
         "pretrain_2d", 2, "pretrain_2d.py", "        optimizer.step()\n        schedule.step()",
         "        optimizer.step()\n        one = model.model.norm.weight.detach()\n"

@@ -6,6 +6,7 @@ import re
 import shutil
 import threading
 import time
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -17,9 +18,9 @@ from conftest import make_llama
 from test_planted_bugs import plant, refused
 from test_tasks import QUICK, checks, passed
 from utils.checkpoint import list_checkpoints, step_of
-from utils.documents import BOT, EOT, PAD, Rows
+from utils.documents import BOT, EOT, PAD, Rows, bigram_loss, load_rows
+from utils.errors import UserError
 from utils.models import TINY
-from utils.pretraining import bigram_loss
 from utils.sharded_checkpoint import STATES, read_region
 
 FILE = launch.TASKS / "pretrain_2d.py"
@@ -81,7 +82,7 @@ def test_meshes(dp, tp, replicate, tmp_path):
         (["--dp", 2, "--tp", 2], 2, "--dp 2 times --tp 2 is not 2, the number of ranks"),
         (["--tp", 3], 2, "--dp 1 times --tp 3 is not 2"),
         (["--dp", 2, "--batch-size", 3], 2, "--batch-size 3: not a multiple of --dp 2"),
-        (["--num-documents", 9], 1, "--num-documents 9: a tenth of it"),
+        (["--num-documents", 9], 1, "9 documents: a tenth of them"),
         (["--seq-len", 2], 1, "--seq-len 2: too short"),
         (["--output-dir", "/no/such/folder"], 2, "--output-dir /no/such/folder: cannot be written"),
         (["--resume"], 1, "--resume needs --output-dir"),
@@ -93,12 +94,32 @@ def test_refused(flags, nproc, message, tmp_path):
     launch.ranks(FILE, *flags, nproc=nproc, folder=tmp_path).assert_refused(message)
 
 
+def test_nothing_held_out_is_trained_on(tmp_path):
+    """Also where documents differ only behind the place at which they are cut off."""
+    text = tmp_path / "text.txt"
+    begins = ["One day it rained.", "A dog barked.", "My bag is blue.", "We went home."]
+    text.write_text("\n\n".join(f"{begins[i // 20]} {i} more" for i in range(80)))
+    said = []
+    run = SimpleNamespace(
+        rank=0, seed=0, source=SimpleNamespace(is_remote=False), print0=said.append
+    )
+    run.together, run.broadcast = (lambda function: function()), (lambda value: value)
+    _, rows, held = load_rows(run, str(text), None, 64, 4)
+    assert (len(rows), len(held)) == (72, 8) and len(said) == 1
+    _, rows, held = load_rows(run, str(text), 60, 5, 2)
+    parts = [{tuple(ids.tolist()) for ids, _ in of} for of in (rows, held)]
+    assert len(held) == 6 and parts[0] and not parts[0] & parts[1]
+    assert any("left out" in line for line in said)
+    with pytest.raises(UserError, match="--seq-len 5: all but 0 documents"):
+        load_rows(run, str(text), 20, 5, 2)
+
+
 def test_no_document_twice(tmp_path):
     """Else one that is held out might be trained on, too."""
     text = tmp_path / "text.txt"
     text.write_text("\n\n".join(["The same.", "Another.", "A third."] * 100))
     result = launch.ranks(FILE, "--text", text, nproc=1, folder=tmp_path)
-    result.assert_refused("3 different paragraphs, but --num-documents 240")
+    result.assert_refused("3 documents: a tenth of them")
 
 
 def test_more_columns_than_heads(odd_llama, tmp_path):
@@ -158,15 +179,30 @@ def whole(folder):
 
 
 FORGOTTEN = {
-    # what: (file, right, wrong)
+    # what: (file, right, wrong, the check that sees it)
     "Adam": (
         "sharded_checkpoint.py", "local_part(tensor).copy_(",
-        'key == "parameter" and local_part(tensor).copy_(',
+        'key == "parameter" and local_part(tensor).copy_(', "state as it was saved",
     ),
-    "rate": ("sharded_checkpoint.py", 'schedule.load_state_dict(record["schedule"])', "pass"),
+    "parameters": (
+        "sharded_checkpoint.py", "local_part(tensor).copy_(",
+        'key != "parameter" and local_part(tensor).copy_(', "state as it was saved",
+    ),
+    "what was saved": (
+        "sharded_checkpoint.py", "local_part(tensor.detach()).cpu()",
+        "(0 * local_part(tensor.detach())).cpu()", "state as it was saved",
+    ),
+    "Adam's steps": (
+        "sharded_checkpoint.py", "torch.tensor(float(step)), **state", "torch.tensor(0.0), **state",
+        "(losses|norms) .*from step 4",
+    ),
+    "rate": (
+        "sharded_checkpoint.py", 'schedule.load_state_dict(record["schedule"])', "pass",
+        "(losses|norms|rates) .*from step 4",
+    ),
     "place": (
         "pretrain_2d.py", "islice(batches(rows), len(losses), args.steps)",
-        "islice(batches(rows), args.steps - len(losses))",
+        "islice(batches(rows), args.steps - len(losses))", "(losses|norms) .*from step 4",
     ),
 }  # fmt: skip
 
@@ -179,7 +215,7 @@ def test_resume(tmp_path, odd_llama):
     assert len(losses) == 7 and [step_of(path) for path in list_checkpoints(out)] == [7, 4]
     assert all(tensor.isfinite().all() for tensor in end.values())
     assert all(tensor.any() for name, tensor in end.items() if "exp_avg" in name)
-    forgets_at_4(tmp_path, "Adam", losses, *args)
+    forgets_at_4(tmp_path, "Adam", *args)
     shutil.rmtree(out / "step-000007")
     again, result = train(tmp_path, *args, "--resume")
     assert "resumed after 4 steps" in result.out and again == losses
@@ -198,21 +234,26 @@ def same_tensors(some, others):
     assert all(torch.equal(some[name], others[name]) for name in some)
 
 
-def forgets_at_4(folder, what, losses, *args):
-    """A copy that does not restore it goes on from the checkpoint of step 4 to other losses."""
-    plant(folder / what, *FORGOTTEN[what])
-    shutil.copytree(folder / "out", folder / what / "out")
-    shutil.rmtree(folder / what / "out" / "step-000007")
-    again, _ = train(folder / what, *args, "--resume", file=folder / what / FILE.name)
-    assert again[:4] == losses[:4] and again[6] != losses[6], what
+def forgets_at_4(folder, what, *args, mesh=(2, 1)):
+    """A copy that does not restore it is refused when it goes on from the checkpoint of step 4."""
+    *change, check = FORGOTTEN[what]
+    plant(folder / what, *change)
+    out, file = folder / what / "out", folder / what / FILE.name
+    if what == "what was saved":
+        train(folder / what, *args, mesh=mesh, file=file)
+    else:
+        shutil.copytree(folder / "out", out)
+    shutil.rmtree(out / "step-000007")
+    _, result = train(folder / what, *args, "--resume", mesh=mesh, code=1, file=file)
+    assert re.search(f"^FAILED .*{check}", result.out, re.M), (what, result.tail())
 
 
 @STRESS
 @pytest.mark.parametrize("mesh", [(2, 1), (2, 2)])
 def test_what_is_not_restored(mesh, tmp_path, odd_llama):
-    losses, _ = train(tmp_path, "--model", odd_llama, mesh=mesh)
+    train(tmp_path, "--model", odd_llama, mesh=mesh)
     for what in FORGOTTEN:
-        forgets_at_4(tmp_path, what, losses, "--model", odd_llama)
+        forgets_at_4(tmp_path, what, "--model", odd_llama, mesh=mesh)
 
 
 @STRESS
@@ -225,7 +266,6 @@ def test_what_a_run_is_known_by(tmp_path, odd_llama):
     others |= {"--seed": 7, "--seq-len": 18, "--num-documents": 70}
     others |= {"--text": text, "--model": "tiny"}
     names = {
-        "--num-documents": "another text",
         "--text": "another text",
         "--model": "another config",
     }

@@ -1,7 +1,9 @@
 """Documents to pretrain on: each one row of tokens, clipped or padded to a length."""
 
+import math
 import re
-from itertools import islice
+from collections import Counter
+from itertools import islice, pairwise
 
 import torch
 from torch.utils.data import Dataset
@@ -11,15 +13,19 @@ from utils.models import TINY
 from utils.text import find_text, own_stories
 
 BOT, EOT, PAD = "[BOT]", "[EOT]", "[PAD]"
+OWN = 240  # stories of the project's own, unless it is said how many
 
 
 def load_rows(run, where, count, length, batch_size):
     """A tokenizer, and so many documents as `Rows`: to train on, and a tenth that is held out.
 
+    count: None is all of a text, or OWN stories.
+
     The tokenizer is the embedded model's, with the three tokens above. where: a file or URL, whose
     paragraphs are the documents, none of them twice, or None: stories of the project's own. Rank 0
-    alone reads it. What is held out is whole batches. Raises UserError, on all ranks, for what
-    cannot be read, has fewer documents, or of which a tenth is no batch.
+    alone reads it. What is held out is whole batches, and none of it is trained on. Raises
+    UserError, on all ranks, for what cannot be read, has fewer documents, or of which a tenth is no
+    batch.
     """
     from transformers import PreTrainedTokenizerFast
 
@@ -33,25 +39,35 @@ def load_rows(run, where, count, length, batch_size):
             return None
         if where is None:
             name, texts = f"stories of the project's own (seed {run.seed})", own_stories(run.seed)
+            texts = islice(texts, OWN) if count is None else texts
         else:
             name, text = find_text(where, source, 0, run.seed)
             texts = filter(None, map(str.strip, re.split(r"\n\s*\n", text)))
         texts = list(islice(once_each(texts), count))
-        if len(texts) < count:
+        if len(texts) < (count or 1):
             raise UserError(f"--text {name}: {len(texts)} different paragraphs, but "
-                            f"--num-documents {count}")  # fmt: skip
+                            f"--num-documents {count or 1}")  # fmt: skip
         return name, tokenizer(texts, verbose=False)["input_ids"]
 
     name, documents = run.broadcast(run.together(load))
+    count = len(documents)
     if length < 3:
         raise UserError(f"--seq-len {length}: too short to compare, use 3 or more")
     held = count // 10 // batch_size * batch_size
     if not held:
-        raise UserError(f"--num-documents {count}: a tenth of it, which is held out, is less than "
+        raise UserError(f"{count} documents: a tenth of them, which is held out, is less than "
                         f"a batch of {batch_size}")  # fmt: skip
-    run.print0(f"text: {count} documents of {name}, {held} of them held out")
-    rows = (Rows(part, length, tokenizer) for part in (documents[held:], documents[:held]))
-    return tokenizer, *rows
+    run.print0(f"text: {count} documents of {name}, {held} of them held out; tokenizer: the "
+               f"embedded model's, {len(tokenizer)} tokens")  # fmt: skip
+    first = {tuple(document[: length - 1]) for document in documents[:held]}  # as `Rows` cuts them
+    rest = [one for one in documents[held:] if tuple(one[: length - 1]) not in first]
+    if len(rest) < batch_size:
+        raise UserError(f"--seq-len {length}: all but {len(rest)} documents are, cut off there, as "
+                        "one that is held out")  # fmt: skip
+    if len(rest) < count - held:
+        run.print0(f"note: {count - held - len(rest)} documents are, cut off, as one that is held "
+                   "out: they are left out")  # fmt: skip
+    return tokenizer, *(Rows(part, length, tokenizer) for part in (rest, documents[:held]))
 
 
 def once_each(texts):
@@ -82,3 +98,31 @@ class Rows(Dataset):
         labels.fill_(-100)
         ids[: len(row)] = labels[: len(row)] = row
         return ids, labels
+
+
+def bigram_loss(rows, held, vocab_size):
+    """The mean loss on `held` of a bigram model of `rows`, smoothed as suits it best.
+
+    rows, held: datasets of (ids, labels). p(b | a) = (n(a, b) + s p(b)) / (n(a) + s), and
+    p(b) = (n(b) + 1) / (n + V).
+    """
+
+    def tokens(of):
+        return [labels[labels != -100].tolist() for _, labels in of]
+
+    seen, pairs, first = Counter(), Counter(), Counter()
+    for row in tokens(rows):
+        seen.update(row)
+        first.update(row[:-1])
+        pairs.update(pairwise(row))
+
+    every = seen.total() + vocab_size
+
+    def loss(s):
+        losses = []
+        for a, b in (pair for row in tokens(held) for pair in pairwise(row)):
+            alone = (seen[b] + 1) / every
+            losses.append(-math.log((pairs[a, b] + s * alone) / (first[a] + s)))
+        return sum(losses) / len(losses)
+
+    return min(map(loss, (0.3, 1, 3, 10, 30, 100)))

@@ -4,8 +4,7 @@ import logging
 import math
 import shutil
 import time
-from collections import Counter
-from itertools import islice, pairwise
+from itertools import islice
 
 import torch
 import torch.distributed as dist
@@ -17,14 +16,16 @@ from transformers import LlamaForCausalLM
 
 from utils.checkpoint import fingerprint, fingerprint_of_config, swap
 from utils.collectives import all_reduce
+from utils.documents import bigram_loss
 from utils.errors import UserError
 from utils.float64 import compute_in_float64
 from utils.measure import peak_memory_of_process
 from utils.model_checks import error_of_mean, mean_loss, plain_loss, token_losses
-from utils.step_checks import compare_gradients
+from utils.step_checks import check_copies, compare_gradients
 from utils.wider import WIDER, wider_copy
 
 STEPS = 10  # at most, that are compared
+PART = ".result-model.part"  # of the exported model, while it is written
 
 
 def make_mesh(run, dp=None, tp=None, batch_size=None):
@@ -62,6 +63,8 @@ class Trial:
     def __init__(self, run, rows, args):
         self.rows, self.args, self.steps = rows, args, min(args.steps, STEPS)
         self.references = run.references(run.load_reference())
+        if args.warm_up >= args.steps:
+            run.print0(f"note: --warm-up {args.warm_up} is all of --steps {args.steps}, and more")
         if run.dtype == torch.bfloat16:  # in which changes are lost that are too small for it
             self.steps = 0
             run.print0("note: in bfloat16 the first step's loss and gradients are compared alone")
@@ -97,13 +100,28 @@ class Trial:
                           lambda name: True, tokens)  # fmt: skip
         model.zero_grad()
 
-    def train(self, run, model):
-        """Losses, norms of all gradients, and learning rates of the steps, in float64."""
-        steps, warm_up, lr = self.args.steps, self.args.warm_up, self.args.lr
+    def rate(self, step):
+        """The learning rate: up from a tenth, then down as a cosine."""
+        steps, warm_up = self.args.steps, self.args.warm_up
+        after = max(0, step - warm_up) / max(1, steps - warm_up)
+        ramp = 0.1 + 0.9 * step / warm_up if step < warm_up else 1
+        return self.args.lr * ramp * math.cos(math.pi / 2 * after) ** 2
+
+    def train(self, run, model, first, stop, state):
+        """Losses, norms of all gradients, and learning rates of these steps, in float64.
+
+        state: what the model and AdamW begin with, as `ShardedCheckpoints.whole`; {}: as they are.
+        """
         parameters = list(model.parameters())
         settings = dict(betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1)
-        optimizer, losses, norms, rates = torch.optim.AdamW(parameters, lr, **settings), [], [], []
-        for step in range(self.steps):
+        optimizer, losses = torch.optim.AdamW(parameters, self.args.lr, **settings), []
+        norms, rates = [], []
+        for name, parameter in model.named_parameters() if state else ():
+            of = {key: x.to(parameter, copy=True) for key, x in state[name].items()}
+            with torch.no_grad():
+                parameter.copy_(of.pop("parameter"))
+            optimizer.state[parameter] = of | {"step": torch.tensor(float(first))}
+        for step in range(first, stop):
             ids, labels = self.batch(run, step)
             optimizer.zero_grad()
             loss = plain_loss(model, labels, input_ids=ids, use_cache=False)
@@ -113,53 +131,74 @@ class Trial:
             norm = vector_norm(torch.stack([vector_norm(p.grad) for p in parameters]))
             for parameter in parameters:
                 parameter.grad *= min(1, 1 / (norm.item() + 1e-6))
-            after = max(0, step - warm_up) / max(1, steps - warm_up)
-            ramp = 0.1 + 0.9 * step / warm_up if step < warm_up else 1
-            optimizer.param_groups[0]["lr"] = lr * ramp * math.cos(math.pi / 2 * after) ** 2
+            optimizer.param_groups[0]["lr"] = self.rate(step)
             optimizer.step()
             losses.append(loss.item())
             norms.append(norm.item())
             rates.append(optimizer.param_groups[0]["lr"])
         return [torch.tensor(of, dtype=torch.float64) for of in (losses, norms, rates)]
 
-    def check_steps(self, run, model, training, losses):
+    def check_steps(self, run, model, training, losses, checkpoints):
         """Of the first steps each its loss, norm and learning rate; the parameters after them.
 
         Parameters in float64 alone: where a gradient is nearly 0, Adam's step is as long as
         elsewhere, and goes where rounding points. training: see `saving`. losses: so far; if there
-        are any, the training goes on, and they alone are compared.
+        are any, the training goes on: they are compared, and then the next steps with what the
+        reference makes of the whole checkpoint.
         """
-        resumed = [(loss,) for loss in losses[: self.steps]]
-        steps = resumed or list(islice(training, self.steps))
-        self.steps = len(steps)
-        for i, (loss, norm, rate) in enumerate([] if resumed else steps):
+        before = len(losses)
+        if not self.steps:
+            return
+        if before:
+            recorded = [losses[: self.steps]]
+            self.compare(run, recorded, 0, "", {})
+        state = run.together(lambda: checkpoints.whole() if before and run.rank == 0 else {})
+        steps = list(islice(training, min(self.steps, self.args.steps - before)))
+        for i, (loss, norm, rate) in enumerate(steps, before):
             run.print0(f"Update={i}, Loss={loss:.4f}, norm of the gradients {norm:.3f}, "
                        f"learning rate {rate:.2e}")  # fmt: skip
-        if not steps:
-            return
-        models = self.references[:1]
+        if steps:
+            where = f" from step {before} on" if before else ""
+            self.compare(run, zip(*steps, strict=True), before, where, state)
+            if run.dtype == torch.float64:
+                kinds = run.slices(model, self.references, lambda name: True, lambda p: p.detach())
+                name = f"parameters after {len(steps)} steps{where}"
+                for kind, pairs in kinds.items():
+                    run.compare(name, pairs, tolerance=1e-10, kind=kind)
+                run.check(name)
+        self.references.clear()  # rank 0 has held three models so far
+
+    def compare(self, run, found, first, where, state):
+        """Losses, or these, norms and learning rates, of steps from `first` on; see `train`."""
+        found = torch.tensor(list(found), dtype=torch.float64, device=run.device)
+        count, models = found.shape[1], self.references[:1]
         models += [wider_copy(one) for one in models if run.dtype in WIDER]
-        expected = run.expect(lambda one: self.train(run, one), models)
-        actual = torch.tensor(steps, dtype=torch.float64, device=run.device).T
+        expected = run.expect(lambda one: self.train(run, one, first, first + count, state), models)
         names = "losses", "norms of the gradients", "learning rates"
-        for name, of_one, (reference, *exact) in zip(names, actual, expected, strict=not resumed):
+        for name, of_one, (reference, *exact) in zip(names, found, expected, strict=False):
             pair = [(of_one.to(reference.dtype), reference, *exact)]
             if name == "learning rates":
-                run.check(name, [pair[0][:2]], tolerance=1e-12 * self.args.lr)
+                run.check(f"{name}{where}", [pair[0][:2]], tolerance=1e-12 * self.args.lr)
             else:
-                run.check(f"{name} of {len(steps)} steps", pair, own=self.own)
-        if run.dtype == torch.float64 and not resumed:
-            kinds = run.slices(model, self.references, lambda name: True, lambda p: p.detach())
-            name = f"parameters after {len(steps)} steps"
-            for kind, pairs in kinds.items():
-                run.compare(name, pairs, tolerance=1e-10, kind=kind)
-            run.check(name)
-        self.references.clear()  # rank 0 has held three models so far
+                run.check(f"{name} of {count} steps{where}", pair, own=self.own)
+
+
+def check_fully_split(run, model, whole):
+    """Every parameter is split over dp, too, each layer a unit of FSDP2's; unless `whole` there."""
+    if whole:
+        return
+    rest = [layer for layer in model.model.layers if not isinstance(layer, FSDPModule)]
+    for parameter in model.parameters():
+        axes, kinds = parameter.device_mesh.mesh_dim_names, parameter.placements
+        if "dp" not in axes or kinds[axes.index("dp")].is_replicate():
+            rest.append(parameter)
+    count = torch.tensor(float(len(rest)))
+    run.check("weights, all split over dp", [(count, 0 * count)], tolerance=0.0)
 
 
 def identity(run, args, rows):
     """What must be the same for a checkpoint to be continued."""
-    names = "steps", "lr", "warm_up", "batch_size", "dtype", "seed"
+    names = "steps", "lr", "warm_up", "batch_size", "num_documents", "dtype", "seed"
     flags = {f"--{name.replace('_', '-')}": getattr(args, name) for name in names}
     text = fingerprint([rows[i][0] for i in range(len(rows))])
     config = fingerprint_of_config(run.source.config)
@@ -179,14 +218,15 @@ def saving(training, losses, args, save):
     save(losses)
 
 
-def progress(run, training, losses, args, tokens):
+def progress(run, trial, model, training, losses, tokens):
     """Go on to the last step, with a bar where somebody looks. tokens: of a step, of all ranks."""
-    done, steps = len(losses), args.steps
+    done, steps, rates = len(losses), trial.args.steps, []
     bar = tqdm(total=steps, initial=done, desc="train", unit="step", mininterval=2.0,
                disable=None if run.rank == 0 else True)  # fmt: skip
 
     def go_on():
-        for loss, norm, _ in training:
+        for loss, norm, rate in training:
+            rates.append(rate)
             bar.update()
             bar.set_postfix(loss=f"{loss:.3f}", norm=f"{norm:.2f}", refresh=False)
             if len(losses) % max(1, steps // 10) == 0:
@@ -195,12 +235,15 @@ def progress(run, training, losses, args, tokens):
     begin = time.perf_counter()
     peak = peak_memory_of_process(run.device, go_on)
     bar.close()
+    check_copies(run, "copies of a parameter, trained", model)
     run.results["losses"] = losses
     if done >= steps:
         return
     speed = (steps - done) * tokens / (time.perf_counter() - begin)
     peaks = run.gather_objects(peak)
     run.results |= {"tokens_per_second": speed, "peak_memory_bytes": peaks}
+    pair = [torch.tensor(of) for of in (rates, list(map(trial.rate, range(done, steps))))]
+    run.check("learning rates of the others", [pair], tolerance=1e-12 * trial.args.lr)
     run.print0(f"tokens_per_second={speed:.0f}, padding counted, max_mem={max(peaks) / 1e9:.2f}gb")
 
 
@@ -216,34 +259,6 @@ def evaluate(loss_of, model, mesh, batches):
     return (all_reduce(total, mesh["dp"].get_group()) / count).item()
 
 
-def bigram_loss(rows, held, vocab_size):
-    """The mean loss on `held` of a bigram model of `rows`, smoothed as suits it best.
-
-    rows, held: datasets of (ids, labels). p(b | a) = (n(a, b) + s p(b)) / (n(a) + s), and
-    p(b) = (n(b) + 1) / (n + V).
-    """
-
-    def tokens(of):
-        return [labels[labels != -100].tolist() for _, labels in of]
-
-    seen, pairs, first = Counter(), Counter(), Counter()
-    for row in tokens(rows):
-        seen.update(row)
-        first.update(row[:-1])
-        pairs.update(pairwise(row))
-
-    every = seen.total() + vocab_size
-
-    def loss(s):
-        losses = []
-        for a, b in (pair for row in tokens(held) for pair in pairwise(row)):
-            alone = (seen[b] + 1) / every
-            losses.append(-math.log((pairs[a, b] + s * alone) / (first[a] + s)))
-        return sum(losses) / len(losses)
-
-    return min(map(loss, (0.3, 1, 3, 10, 30, 100)))
-
-
 def say_what_was_learnt(run, loss, rows, held):
     """Print the held-out loss beside a bigram model's."""
     bigram = bigram_loss(rows, held, run.source.config.vocab_size) if run.rank == 0 else None
@@ -255,11 +270,11 @@ def say_what_was_learnt(run, loss, rows, held):
 # ---------------------------------------------------------------- export
 
 
-def export(run, model, tokenizer, checkpoints, batch, loss):
+def export(run, model, tokenizer, checkpoints, batches, loss):
     """Write what plain transformers loads, whole or not at all, and check it by doing that.
 
-    checkpoints: where it goes. loss: what the ranks make of a batch, (ids, labels), of all ranks.
-    Rank 0 continues its first row by what was written.
+    checkpoints: where it goes. loss: what the ranks make of batches, (ids, labels), of all ranks.
+    Rank 0 continues the first row by what was written.
     """
     transformers.utils.logging.disable_progress_bar()
     whole, folder = {}, checkpoints.result
@@ -274,11 +289,12 @@ def export(run, model, tokenizer, checkpoints, batch, loss):
         try:
             write_model()
         except Exception as error:  # safetensors has an error of its own for a full disk
+            shutil.rmtree(folder.with_name(PART), ignore_errors=True)
             raise OSError(f"{folder}: not written ({error})") from error
 
     def write_model():
         checkpoints.claim.check()
-        part = folder.with_name(".result-model.part")
+        part = folder.with_name(PART)
         shutil.rmtree(part, ignore_errors=True)
         one = run.source.empty_model()
         one.load_state_dict(whole, strict=False, assign=True)
@@ -288,19 +304,22 @@ def export(run, model, tokenizer, checkpoints, batch, loss):
         swap(part, folder)
 
     run.together(write)
-    ids, labels = (tensor.to(run.device) for tensor in batch)
+    batches = [[tensor.to(run.device) for tensor in batch] for batch in batches]
+    labels = torch.cat([labels for _, labels in batches])
     again = LlamaForCausalLM.from_pretrained(folder).to(run.device) if whole else None
     if whole and again.dtype != run.dtype:  # transformers 4; its rotary table becomes coarse, too
         again.to(run.dtype)
     if whole and run.dtype == torch.float64:
         compute_in_float64(again)
+
+    def losses_of(one):
+        return [torch.cat([token_losses(one(ids).logits, labels) for ids, labels in batches])]
+
     with torch.no_grad():
-        (losses,) = run.expect(
-            lambda one: [token_losses(one(ids).logits, labels)], run.references(again)
-        )
+        (losses,) = run.expect(losses_of, run.references(again))
         expected, own = [mean_loss(of, labels) for of in losses], error_of_mean(*losses)
         loss = torch.tensor(loss, dtype=torch.float64).to(expected[0])
         run.check("held-out loss of what was exported", [(loss, *expected)], own=own)
         if whole:
-            text = again.generate(ids[:1, :8], max_new_tokens=24, do_sample=False)[0]
+            text = again.generate(batches[0][0][:1, :8], max_new_tokens=24, do_sample=False)[0]
             run.print0(f"exported to {folder}, which continues: {tokenizer.decode(text)}")

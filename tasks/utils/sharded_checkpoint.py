@@ -2,7 +2,7 @@
 
     folder/step-000020/rank0.safetensors    of a parameter and Adam's states the regions of rank 0
                        rank1.safetensors    (of what several ranks hold, the first one's alone)
-                       record.json          who has which region; losses, learning rate
+                       record.json          who has which region; losses, learning rate; sums
                        manifest.json        SHA-256 of all of these
 
 On several machines the folder must be one that all of them see. See `checkpoint.py`.
@@ -35,7 +35,10 @@ class ShardedCheckpoints(Checkpoints):
     def load(folder):
         """(path, record, warnings) of the newest good checkpoint; None if there is none at all."""
         path, warnings = newest(folder)
-        return path and (path, json.loads((path / "record.json").read_text()), warnings)
+        record = path and json.loads((path / "record.json").read_text())
+        if record and "sums" not in record:
+            raise UserError(f"{path}: written by another version of this program")
+        return path and (path, record, warnings)
 
     def resume(self, model, optimizer, schedule):
         """Take all state from what was found, on whatever mesh that was: the losses so far."""
@@ -58,6 +61,10 @@ class ShardedCheckpoints(Checkpoints):
                     local_part(tensor).copy_(read_region(path, f"{key}.{name}", parts, region))
 
         run.together(read)
+        saved, now = (
+            torch.tensor(of) + 1e-300 for of in (record["sums"], self.sums(model, optimizer))
+        )
+        run.check("state as it was saved", [(now / saved, torch.ones_like(saved))], tolerance=1e-9)
         schedule.load_state_dict(record["schedule"])
         optimizer.param_groups[0]["lr"] = record["lr"]
         if record["world_size"] == run.world_size:
@@ -67,9 +74,36 @@ class ShardedCheckpoints(Checkpoints):
                         continue
                     generator.set_rng_state(file.get_tensor(name).clone())
         else:
-            run.print0(f"note: it was on {record['world_size']} ranks: random numbers start anew")
+            run.print0(f"note: it was on {record['world_size']} ranks: what is drawn by chance (no "
+                       "batch is) starts anew")  # fmt: skip
         run.print0(f"resumed after {step} steps")
         return record["losses"]
+
+    def sums(self, model, optimizer):
+        """Of each parameter and each of its states the sum of all squares, float64."""
+        mine = []
+        for parameter in model.parameters():
+            mesh, kinds = parameter.device_mesh, enumerate(parameter.placements)
+            apart = math.prod(mesh.size(axis) for axis, kind in kinds if not kind.is_replicate())
+            for tensor in (
+                parameter.detach(),
+                *(optimizer.state[parameter][key] for key in STATES),
+            ):
+                mine.append(local_part(tensor).double().square().sum() * apart)
+        return (self.run.gather(torch.stack(mine)).sum(0) / self.run.world_size).tolist()
+
+    def whole(self):
+        """What was found, {name: {key: tensor}}: each parameter, and Adam's states of it, whole."""
+        path, record, _ = self.found
+        state = {}
+        for name, parts in record["parts"].items():
+            stops = zip(*([stop for _, stop in region] for _, region in parts), strict=True)
+            region = [slice(0, max(of_dim)) for of_dim in stops]
+            state[name] = {
+                key: read_region(path, f"{key}.{name}", parts, region)
+                for key in ("parameter", *STATES)
+            }
+        return state
 
     def save(self, model, optimizer, schedule, losses):
         """Write a checkpoint, all ranks together, whole or not at all; see `Checkpoints.save`."""
@@ -91,7 +125,7 @@ class ShardedCheckpoints(Checkpoints):
         tensors |= {name: generator.get_rng_state() for name, generator in self.generators.items()}
         record = {"same": self.same, "losses": losses, "world_size": run.world_size}
         record |= {"schedule": schedule.state_dict(), "lr": schedule.get_last_lr()[0]}
-        record["parts"] = parts
+        record |= {"parts": parts, "sums": self.sums(model, optimizer)}
         name, part = f"rank{run.rank}.safetensors", None
 
         def start():
@@ -112,6 +146,7 @@ class ShardedCheckpoints(Checkpoints):
             part = run.broadcast(run.together(start))
             digests = dict(run.gather_objects(run.together(write)))
             run.together(lambda: run.rank == 0 and finish(part, step, record, digests))
+            run.print0(f"saved {self.folder}/step-{step:06}")
         except UserError as error:
             if part and run.rank == 0:
                 shutil.rmtree(part, ignore_errors=True)

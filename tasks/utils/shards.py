@@ -11,7 +11,7 @@ from functools import cache
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 from utils.errors import UserError
@@ -96,9 +96,19 @@ def shard_of(parameter):
     Of a DTensor, on a mesh of any number of axes; of what `keep_shard` made; all of any other.
     """
     if isinstance(parameter, DTensor):
-        (chunk,) = parameter.__create_chunk_list__()  # what torch's distributed checkpoint asks
-        pairs = zip(chunk.offsets, chunk.sizes, strict=True)
-        return tuple(slice(start, start + size) for start, size in pairs)
+        region = [slice(0, size) for size in parameter.shape]
+        mesh, kinds = parameter.device_mesh, enumerate(parameter.placements)
+        # FSDP2 splits what a plan has split already, though its axis is the mesh's first one.
+        # (PyTorch's own `__create_chunk_list__` is wrong of such regions where they are uneven.)
+        for axis, kind in sorted(kinds, key=lambda pair: type(pair[1]) is not Shard):
+            if (dim := getattr(kind, "dim", None)) is not None:
+                start, length = region[dim].start, region[dim].stop - region[dim].start
+                chunk = -(-length // mesh.size(axis))  # as torch.chunk deals out
+                first = min(chunk * mesh.get_local_rank(axis), length)
+                region[dim] = slice(start + first, start + min(first + chunk, length))
+        sizes = [part.stop - part.start for part in region]
+        assert sizes == list(parameter.to_local().shape), (sizes, parameter.to_local().shape)
+        return tuple(region)
     return getattr(parameter, "shard", tuple(slice(0, size) for size in parameter.shape))
 
 

@@ -9,6 +9,7 @@ import torch
 from torch.optim import SGD
 
 from utils.checkpoint import fingerprint
+from utils.errors import UserError
 from utils.model_checks import (
     compared_layers,
     error_of_mean,
@@ -185,3 +186,9 @@ def keep_changes(parameters, train):
     for parameter, old in zip(parameters, before, strict=True):
         parameter.grad = parameter.detach() - old
     return before, result
+
+
+def refuse_if_endless(losses, lr):
+    """UserError for losses that are infinite or NaN, the same on all ranks."""
+    if not losses.isfinite().all():
+        raise UserError(f"--lr {lr}: losses that are no numbers any more: take a smaller one")
