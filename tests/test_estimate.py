@@ -101,16 +101,21 @@ def planner(*flags):
     return launch.run([sys.executable, FILES / "estimate.py", *map(str, flags)])
 
 
+def table(planned):
+    """What stands before the legend."""
+    return planned.out.split("\n\n")[0].splitlines()
+
+
 def test_fewest_ranks_that_fit():
     """Half as many do not."""
     flags = ["--model", "random/llama-3.1-8b", "--device-memory", 80, "--dtype", "bfloat16"]
     summary = planner(*flags)
     assert summary.code == 0, summary.tail()
-    rows = {line[:12].strip(): line for line in summary.out.splitlines()[2:]}
+    rows = {line[:12].strip(): line for line in table(summary)[2:]}
     assert set(rows) == set(TECHNIQUES) and "more memory than that" in rows["ddp"]
     ranks = int(rows["2d"][12:].split()[0])
     each = planner(*flags, "--technique", "2d", "--max-ranks", ranks)
-    last, before = each.out.splitlines()[-1], each.out.splitlines()[-2]
+    *_, before, last = table(each)
     assert ranks > 1 and last == rows["2d"] + "  fits" and not before.endswith("fits")
 
 
