@@ -74,6 +74,8 @@ bench: .venv/ready
 	  --json figures/estimate.json
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node 4 figures/mesh_speed.py \
 	  --json figures/mesh_speed.json
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node 4 figures/ring_speed.py \
+	  --json figures/ring_speed.json
 
 # ESTIMATE="--seq-len 8192 --device-memory 24": its flags. tiny fits anywhere.
 estimate: .venv/ready

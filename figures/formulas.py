@@ -34,7 +34,7 @@ import torch
 
 from longest import ours
 from memory.finetune import default_tile_mib
-from memory.long_sequence import plan_rounds
+from memory.head_groups import plan_rounds
 from pipeline_llama import BY_HAND
 from utils.errors import UserError
 from utils.shards import balance, shard_heads

@@ -1,9 +1,8 @@
 """Bonus: ring attention. Each rank keeps its tokens; keys and values travel from rank to rank.
 
-As in Task 4 every rank has all weights and a share of the tokens, and attention alone needs the
-others'. There tokens were exchanged for heads. Here a rank attends with the queries of its own
-tokens to one rank's keys after another's, and the next are on their way meanwhile (arXiv
-2310.01889):
+As in Task 4 every rank has all weights and a share of the tokens. There heads were exchanged for
+tokens. Here a rank attends with its own queries to one rank's keys after another's, and the next
+are on their way meanwhile (arXiv 2310.01889):
 
     hop     rank 0              rank 1              rank 2
     0       q0 to k0, v0        q1 to k1, v1        q2 to k2, v2
@@ -24,8 +23,7 @@ to the last rank that needs it. What there is to do and to send hangs on how tok
 
 Keys and values of T = B S tokens of e bytes a number, all the way round, are 2 (P-1) T/P K D e for
 each rank. Backward it is twice the forward; half are gradients (in float32 at least). So balance
-costs half as many bytes again. (The other way round, zigzag would send up to 1 - 1/2P of all, and
-contiguous 1 - 1/P.) The zigzag is that of Llama 3, arXiv 2407.21783, section 3.3.2.
+costs half as many bytes again. The zigzag is that of Llama 3, arXiv 2407.21783, section 3.3.2.
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 2 tasks/ring_attention.py
 
@@ -43,7 +41,7 @@ from ulysses_forward import SequenceParallelLlama
 from utils.collectives import exchange, group_of_axis
 from utils.flags import Workload, add_model_flags, make_parser
 from utils.job import start
-from utils.kernels import attend, attend_backward
+from utils.kernels import attend, attend_backward, bias_of
 from utils.model_checks import show_sequence
 from utils.shards import become, shard_range
 
@@ -96,20 +94,19 @@ class Ring:
         return [c for c in self.chunks(self.along(rank, -hop)) if self.last_hop(c) >= hop]
 
     def split(self, x):
-        """This rank's tokens, (B, heads, S/P, D): {chunk: (B, heads, tokens, D)}."""
+        """This rank's tokens, (B, heads, S/P, ...): {chunk: (B, heads, tokens, ...)}."""
         mine = self.chunks(self.rank)
         return dict(zip(mine, x.split([self.size(chunk) for chunk in mine], dim=2), strict=True))
 
     def bias(self, i, j, like):
-        """What is added to the scores of chunk i's queries and chunk j's keys; None: nothing."""
+        """What is added to the scores of chunk i's queries and j's keys; None: nothing."""
         if self.real is None:
             return None
         seen = self.real[:, None, None, self.tokens[j]]
         if i == j:
             causal = seen.new_ones(self.size(i), self.size(i)).tril()
             seen = (seen | causal.mT) & causal  # padding sees itself, for a query needs a key
-        bias = like.new_zeros(seen.shape).masked_fill_(~seen, -torch.inf)
-        return bias.expand(-1, -1, self.size(i), -1)
+        return bias_of(seen, like).expand(-1, -1, self.size(i), -1)
 
     def pass_on(self, hop, leaving, k, home=None):
         """Begin a hop: {chunk: what will come}, and the function that waits until it has.
@@ -158,6 +155,53 @@ def travel(ring, k, v):
         here = coming
 
 
+def ring_forward(ring, q, k, v):
+    """As `RingAttention`: (outputs, log-sum-exps (B, N, S/P), what else the backward needs)."""
+    wide, queries = torch.promote_types(q.dtype, torch.float32), ring.split(q)
+    merged, rest = {}, {}
+    for _, pairs, here in travel(ring, k, v):
+        for i, j in pairs:
+            bias = ring.bias(i, j, q)
+            o, lse, rest[i, j] = attend(queries[i], *here[j], i == j, bias)
+            if bias is not None and i > j:  # of a chunk that is all padding
+                lse = lse.masked_fill((bias == -torch.inf).all(-1), -torch.inf)
+            block = o.to(wide), lse.to(wide)
+            merged[i] = merge(merged[i], block) if i in merged else block
+    o, lse = (torch.cat(of, dim=2) for of in zip(*(merged[i] for i in queries), strict=True))
+    return o.to(q.dtype), lse, rest
+
+
+def ring_backward(ring, grad, q, k, v, o, lse, rest):
+    """The gradients of q, k, v, from what `ring_forward` gave."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    dq = torch.zeros_like(q, dtype=wide)
+    queries, outputs, grads, sums, lses = map(ring.split, (q, o, grad, dq, lse))
+    mine, coming, wait = {}, {}, lambda: None
+    for hop, pairs, here in travel(ring, k, v):
+        dkv = {j: torch.zeros_like(x, dtype=wide) for j, x in here.items()}
+        for i, j in pairs:
+            block = queries[i], *here[j], outputs[i], lses[i], rest[i, j]
+            parts = attend_backward(grads[i], *block, i == j, ring.bias(i, j, q))
+            for total, part in zip((sums[i], *dkv[j]), parts, strict=True):
+                total += part
+        if hop == 0:
+            mine = dkv
+            continue
+        wait()
+        add(coming, mine, dkv)
+        coming, wait = ring.pass_on(hop, dkv, k, home=wide)
+    wait()
+    add(coming, mine, {})
+    dk, dv = (torch.cat(of, dim=2) for of in zip(*mine.values(), strict=True))
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def add(coming, mine, others):
+    """Gradients that have come, home or on their way: add them to this rank's part of them."""
+    for chunk, dkv in coming.items():
+        (others if chunk in others else mine)[chunk] += dkv
+
+
 class RingAttention(torch.autograd.Function):
     """Causal attention of a rank's own queries to the keys of all ranks.
 
@@ -171,52 +215,14 @@ class RingAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, ring):
-        wide, queries, merged = torch.promote_types(q.dtype, torch.float32), ring.split(q), {}
-        ctx.ring, ctx.rest = ring, {}
-        for _, pairs, here in travel(ring, k, v):
-            for i, j in pairs:
-                bias = ring.bias(i, j, q)
-                o, lse, ctx.rest[i, j] = attend(queries[i], *here[j], i == j, bias)
-                if bias is not None and i > j:  # of a chunk that is all padding
-                    lse = lse.masked_fill((bias == -torch.inf).all(-1), -torch.inf)
-                block = o.to(wide), lse.to(wide)
-                merged[i] = merge(merged[i], block) if i in merged else block
-        o = torch.cat([merged[i][0] for i in queries], dim=2).to(q.dtype)
-        ctx.save_for_backward(q, k, v, o, *(merged[i][1] for i in queries))
+        ctx.ring, (o, lse, ctx.rest) = ring, ring_forward(ring, q, k, v)
+        ctx.save_for_backward(q, k, v, o, lse)
         return o
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        q, k, v, o, *lses = ctx.saved_tensors
-        ring, wide = ctx.ring, torch.promote_types(q.dtype, torch.float32)
-        queries, outputs, grads = ring.split(q), ring.split(o), ring.split(grad)
-        lses = dict(zip(queries, lses, strict=True))
-        dq = {i: torch.zeros_like(x, dtype=wide) for i, x in queries.items()}
-        mine, coming, wait = {}, {}, lambda: None
-        for hop, pairs, here in travel(ring, k, v):
-            dkv = {j: torch.zeros_like(x, dtype=wide) for j, x in here.items()}
-            for i, j in pairs:
-                block = queries[i], *here[j], outputs[i], lses[i], ctx.rest[i, j]
-                parts = attend_backward(grads[i], *block, i == j, ring.bias(i, j, q))
-                for total, part in zip((dq[i], *dkv[j]), parts, strict=True):
-                    total += part
-            if hop == 0:
-                mine = dkv
-                continue
-            wait()
-            add(coming, mine, dkv)
-            coming, wait = ring.pass_on(hop, dkv, k, home=wide)
-        wait()
-        add(coming, mine, {})
-        dk, dv = (torch.cat(of, dim=2) for of in zip(*mine.values(), strict=True))
-        return torch.cat([*dq.values()], dim=2).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None
-
-
-def add(coming, mine, others):
-    """Gradients that have come, home or on their way: add them to this rank's part of them."""
-    for chunk, dkv in coming.items():
-        (others if chunk in others else mine)[chunk] += dkv
+        return *ring_backward(ctx.ring, grad, *ctx.saved_tensors, ctx.rest), None
 
 
 def ring_attention(module, query, key, value, attention_mask, dropout=0.0, **kwargs):
@@ -236,13 +242,13 @@ class RingLlama(SequenceParallelLlama):
     """Takes and gives whole sequences, in order, as Task 4's; tokens are dealt out by a ring."""
 
     def order(self, length):
-        return Ring(self.group, length, self.zigzag).order().to(self.device)
+        return Ring(self.group, length, self.zigzag).order()
 
     def tokens(self, length):
         return self.order(length)[super().tokens(length)]
 
     def whole(self, x, length):
-        return super().whole(x, length)[:, self.order(length).argsort()]
+        return super().whole(x, length)[:, self.order(length).argsort().to(x.device)]
 
     @staticmethod
     def seen(length, attention_mask=None, device=None):
@@ -255,10 +261,9 @@ class RingLlama(SequenceParallelLlama):
 def ring_parallelize(model, mesh, zigzag=True):
     """Make a LlamaForCausalLM sequence-parallel in place, by a ring of the ranks of `mesh`.
 
-    It is used as one of `sequence_parallelize`; there may be more ranks than heads. Those who have
-    a rank's tokens only deal them out by `Ring.order`, and give `RingLlama.seen(S)` as the mask.
-    Raises UserError for RoPE that depends on the length, ValueError as `check_whole` does, and, in
-    the forward, for attention's dropout. Source: Ring Attention, arXiv 2310.01889.
+    It is used as one of `sequence_parallelize`; there may be more ranks than heads. A rank's own
+    tokens are `model.tokens(S)`, and the mask for them alone is `model.seen(S)`. Raises UserError
+    for RoPE that depends on the length, ValueError as `check_whole` does and for dropout.
     """
     become(model, RingLlama, group_of_axis(mesh), "ring", ring_attention)
     for module in [model, *(layer.self_attn for layer in model.model.layers)]:

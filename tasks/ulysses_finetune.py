@@ -49,14 +49,14 @@ from memory.finetune import (
     within_budget,
 )
 from memory.long_sequence import sequence_loss
-from ulysses_forward import sequence_mask, sequence_parallelize, sum_of_losses
+from ring_attention import ring_parallelize
+from ulysses_forward import sequence_parallelize, sum_of_losses
 from utils.checkpoint import Checkpoints
 from utils.collectives import all_gather, sum_gradients
 from utils.errors import UserError
 from utils.flags import make_parser, natural, positive, rate
 from utils.job import start
 from utils.measure import peak_memory
-from utils.shards import shard_range
 from utils.text import load_sequences
 from utils.training_checks import (
     base_of,
@@ -70,8 +70,8 @@ from utils.watchdog import catch_signals
 
 LR = {"prompt": 1e-3, "lora": 1e-3, "none": 1e-4}
 # Flags that must be the same where a checkpoint is continued.
-SAME = ("peft", "num_virtual_tokens", "lora_rank", "seq_len", "batch_size", "num_sequences", "lr",
-        "dtype", "seed")  # fmt: skip
+SAME = ("peft", "attention", "num_virtual_tokens", "lora_rank", "seq_len", "batch_size",
+        "num_sequences", "lr", "dtype", "seed")  # fmt: skip
 
 # ---------------------------------------------------------------- the technique
 
@@ -94,24 +94,23 @@ def shard_loss(model, ids, mesh, techniques=None):
     base = base_of(model)
     prompt = virtual_tokens(model, len(ids))
     n, S, embed = len(prompt[0]), ids.shape[1], base.get_input_embeddings()
-    first, stop = shard_range(n + S, mesh.size(), mesh.get_local_rank())
+    positions = torch.arange(n + S)[base.tokens(n + S)]  # this rank's, in their order
+    virtual = int((positions < n).sum())
+    positions = positions.to(ids.device)
 
     def embeddings():
-        tokens = embed(ids[:, max(first - n, 0) : max(stop - n, 0)])
+        tokens = embed(ids[:, positions[virtual:] - n])
         # Also where this rank has no virtual token, what it has comes to depend on the prompt, by
         # an empty piece: else autograd would see nothing to train here, and skip the collectives.
-        return torch.cat([prompt[:, first:stop].to(tokens), tokens], dim=1)
+        return torch.cat([prompt[:, positions[:virtual]].to(tokens), tokens], dim=1)
 
     targets = F.pad(ids, (n, 1), value=-100)[:, 1:]
-    count = (targets != -100).sum()
+    mine, count = targets[:, positions], (targets != -100).sum()
     if techniques:
-        mine = targets[:, first:stop]
         return sequence_loss(base, embeddings, mine, n + S, mesh, techniques) / count
-    positions = torch.arange(first, stop, device=ids.device)[None]
-    mask = sequence_mask(n + S, device=ids.device)
-    output = base.model(inputs_embeds=embeddings(), attention_mask=mask, position_ids=positions)
-    logits = base.lm_head(output.last_hidden_state)
-    return sum_of_losses(logits, targets[:, first:stop]) / count
+    inputs = dict(attention_mask=base.seen(n + S, device=ids.device), position_ids=positions[None])
+    output = base.model(inputs_embeds=embeddings(), **inputs)
+    return sum_of_losses(base.lm_head(output.last_hidden_state), mine) / count
 
 
 def forward_backward(model, ids, mesh, techniques=None, norms=None):
@@ -182,6 +181,8 @@ def main():
     add = parser.add_argument
     add("--peft", choices=LR, default="prompt", help="what is trained: a virtual prompt, LoRA of "
         "the attention's projections, or (none) all weights; default prompt")  # fmt: skip
+    add("--attention", choices=["ulysses", "ring"], default="ulysses", help="Task 4's, or that of "
+        "ring_attention.py, zigzag; default ulysses")  # fmt: skip
     add("--num-virtual-tokens", type=positive, default=32, help="of --peft prompt; default 32")
     add("--lora-rank", type=positive, default=8, help="of --peft lora; default 8")
     add("--text", help="a UTF-8 file or a URL; default: Ulysses from Project Gutenberg, or for "
@@ -226,7 +227,8 @@ def finetune(run, args):
     adapter = adapter_config(args.peft, args.num_virtual_tokens, args.lora_rank)
     load_model = partial(load, run, adapter, checkpointing=args.gradient_checkpointing)
     mesh = run.mesh("sp")
-    model = run.together(lambda: load_model(partial(sequence_parallelize, mesh=mesh)))
+    split = ring_parallelize if args.attention == "ring" else sequence_parallelize
+    model = run.together(lambda: load_model(partial(split, mesh=mesh)))
     parameters, total = trained(model), sum(p.numel() for p in model.parameters())
     count = sum(p.numel() for p in parameters.values())
     run.print0(f"Parameters: {count} trainable / {total} total")

@@ -20,7 +20,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import launch
 from memory import saved_outputs
 from memory.finetune import ALONE
-from memory.long_sequence import Techniques, plan_rounds, possible, sequence_loss
+from memory.head_groups import plan_rounds
+from memory.long_sequence import Techniques, possible, sequence_loss
 from utils.float64 import compute_in_float64
 
 SCRIPT = launch.TASKS / "ulysses_finetune.py"

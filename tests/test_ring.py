@@ -132,3 +132,25 @@ def test_any_ranks(layout, nproc, seq_len, odd_llama, tmp_path):
     record = checks(path, nproc, "float64")[0]["results"]
     if seq_len >= nproc:
         assert record["sent_bytes"] == pytest.approx(record["formula_bytes"], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("peft", "nproc", "more"),
+    [
+        ("prompt", 3, []),
+        pytest.param("lora", 4, [], marks=STRESS),
+        pytest.param("none", 2, [], marks=STRESS),
+        pytest.param("prompt", 7, ["--num-virtual-tokens", 40], marks=STRESS),
+        pytest.param("lora", 2, ["--no-long-sequence"], marks=STRESS),
+        pytest.param("prompt", 2, ["--gradient-checkpointing"], marks=STRESS),
+    ],
+)
+def test_training(peft, nproc, more, odd_llama, tmp_path):
+    """Task 5 by a ring, and each memory technique: as plain PEFT. More virtual tokens than text."""
+    path = tmp_path / "record.json"
+    args = ["--attention", "ring", "--model", odd_llama, "--peft", peft, "--seq-len", 23]
+    args += ["--batch-size", 2, "--steps", 2, "--check-steps", 2, "--dtype", "float64"]
+    file = launch.TASKS / "ulysses_finetune.py"
+    result = launch.ranks(file, *args, *more, "--json", path, nproc=nproc, folder=tmp_path)
+    passed(result, nproc)
+    checks(path, nproc, "float64")

@@ -23,7 +23,6 @@ loss and MLP, ALST, arXiv 2506.13996, section 3; log-sum-exps, FlashAttention-2,
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import zip_longest
 
 import torch
 import torch.nn.functional as F
@@ -32,12 +31,14 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb
 
+from memory.head_groups import plan_rounds, project, sliceable
 from memory.saved_outputs import SavedOutputs
 from memory.tiled_loss import TiledLoss, tiles
+from ring_attention import Ring, RingAttention, RingLlama, ring_backward, ring_forward
 from ulysses_forward import AllToAll, sum_of_losses
 from utils.collectives import group_of_axis
-from utils.kernels import for_all
-from utils.shards import shard_heads, shard_range
+from utils.kernels import attend, attend_backward, for_all
+from utils.shards import shard_range
 
 
 @dataclass(frozen=True)
@@ -111,6 +112,8 @@ def possible(model, techniques):
     none = model.dtype == torch.float64 or head_dim % 8 or (half and (old or head_dim > 256))
     if on_gpu and none:
         kernel = f"no GPU kernel gives log-sum-exps of {model.dtype} heads of {head_dim} here"
+    if isinstance(model, RingLlama) and fewer.backward == "selective":
+        fewer, kernel = replace(fewer, backward="checkpoint"), "of a ring there is no one kernel"
     if whole:
         fewer = replace(fewer, head_groups=False)
     if fewer.backward in ("saved-outputs", "selective") and (whole or kernel):
@@ -119,56 +122,6 @@ def possible(model, techniques):
     if type(model.lm_head) is not nn.Linear or "RMSNorm" not in type(model.model.norm).__name__:
         head, fewer = "the LM head or its norm has an adapter", replace(fewer, tiled_loss=False)
     return fewer, None if fewer == techniques else whole or kernel or head
-
-
-# ---------------------------------------------------------------- attention, some heads at a time
-
-
-def plan_rounds(config, ranks, head_groups):
-    """Which heads each rank attends to, round by round: [[(queries, keys) of each rank], ...].
-
-    queries, keys: (start, stop). With `head_groups`, the query heads of a round, on all ranks
-    together, are no more than share one KV head, or one on each rank, so that the memory for a
-    token does not depend on the number of heads. (8 query and 2 KV heads on 2 ranks: heads 0 and 1
-    beside 4 and 5, then 2 and 3 beside 6 and 7.) Else there is one round. In the last rounds a rank
-    may have no heads: it sends its tokens', and receives nothing.
-    """
-    N, K = config.num_attention_heads, config.num_key_value_heads
-    heads = [shard_heads(N, K, ranks, rank)[:2] for rank in range(ranks)]
-    if not head_groups:
-        return [heads]
-    group, turns = N // K, []
-    for (first, stop), keys in heads:
-        turns.append([])
-        for key in range(*keys):
-            queries = range(max(first, key * group), min(stop, (key + 1) * group))
-            for some in tiles(len(queries), max(1, group // ranks)):
-                some = queries[some]
-                turns[-1].append(((some.start, some.stop), (key, key + 1)))
-    return list(zip_longest(*turns, fillvalue=((0, 0), (0, 0))))
-
-
-def sliceable(linear):
-    """Whether `project` can take some of a layer's outputs."""
-    if type(linear) is nn.Linear:
-        return True
-    adapters = getattr(linear, "active_adapters", None)
-    plain = getattr(linear, "lora_A", None) is not None and not linear.disable_adapters
-    plain = plain and not linear.merged and type(linear.base_layer) is nn.Linear
-    plain = plain and all(name in linear.lora_A for name in adapters)
-    plain = plain and all(linear.lora_B[name].bias is None for name in adapters)
-    return plain and not any(getattr(linear, "use_dora", {}).get(name) for name in adapters)
-
-
-def project(linear, x, rows):
-    """Some outputs, by their indices, of a linear layer or of PEFT's LoRA of one."""
-    base = getattr(linear, "base_layer", linear)
-    y = F.linear(x, base.weight[rows], None if base.bias is None else base.bias[rows])
-    for name in getattr(linear, "active_adapters", ()):
-        a, b = linear.lora_A[name].weight, linear.lora_B[name].weight
-        low_rank = F.linear(F.linear(x.to(a.dtype), a), b[rows])
-        y = (y + low_rank * linear.scaling[name]).to(y.dtype)
-    return y
 
 
 # ---------------------------------------------------------------- the layers
@@ -203,7 +156,15 @@ class Stack:
         ranks, self.rank = group.size(), group.rank()
         shares = [shard_range(length, ranks, rank) for rank in range(ranks)]
         self.tokens = [stop - first for first, stop in shares]
-        self.first, self.mine = shares[self.rank][0], self.tokens[self.rank]
+        own, self.mine = slice(*shares[self.rank]), self.tokens[self.rank]
+        self.positions = torch.arange(length, device=model.device)[own]
+        self.attend, self.attend_backward, self.ring = attend, attend_backward, None
+        if isinstance(model, RingLlama):  # whose ranks exchange no heads: each is as if alone
+            self.ring = Ring(group, length, model.zigzag)
+            self.positions = self.ring.order().to(model.device)[own]
+            self.attend = partial(ring_forward, self.ring)
+            self.attend_backward = partial(ring_backward, self.ring)
+            ranks, self.rank, self.tokens, self.S = 1, 0, [self.mine], self.mine
         self.dropout = config.attention_dropout if model.training else 0.0
         self.rounds = plan_rounds(config, ranks, techniques.head_groups)
         self.made = {}  # by `indices`: once, not for each tile of each pass
@@ -256,8 +217,7 @@ class Stack:
     def qkv_of_tokens(self, layer, x, at, turn):
         """q, k and v of a round, of tokens `at`: a piece (tokens, B, heads, D) for each rank."""
         normed = layer.input_layernorm(x)
-        positions = torch.arange(self.first + at.start, self.first + at.stop, device=x.device)
-        cos, sin = self.model.rotary_emb(x, positions[None])
+        cos, sin = self.model.rotary_emb(x, self.positions[None, at])
         queries, keys = zip(*turn, strict=True)
 
         def heads(linear, ranges):
@@ -324,7 +284,9 @@ class Stack:
             (first, stop), (key, end) = turn[self.rank]
             split = [stop - first, end - key, end - key]
             q, k, v = self.to_heads(flat, heads).split(split, dim=1)
-            if stop > first:
+            if self.ring:
+                o = RingAttention.apply(q, k, v, self.ring)
+            elif stop > first:
                 k, v = (for_all(t, stop - first) for t in (k, v))
                 o = F.scaled_dot_product_attention(q, k, v, None, self.dropout, is_causal=True)
             else:

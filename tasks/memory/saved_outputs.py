@@ -16,8 +16,6 @@ What takes tokens apart and puts heads together, on one rank or many, is `long_s
 import torch
 from torch.autograd.function import once_differentiable
 
-from utils.kernels import attend, attend_backward
-
 
 class SavedOutputs(torch.autograd.Function):
     """All layers and the loss. Of each layer only attention's outputs are kept; it is run once.
@@ -101,7 +99,7 @@ def run_attention(stack, layer, x):
     flats, lses, needed = [], [], []
     for turn in stack.rounds:
         q, k, v = qkv_of_heads(stack, layer, x, turn)
-        o, *lse, rest = attend(q, k, v) if q.shape[1] else (q, ())
+        o, *lse, rest = stack.attend(q, k, v) if q.shape[1] else (q, ())
         del q, k, v
         flats.append(stack.to_tokens([o], stack.counts(turn)))
         lses += lse
@@ -177,7 +175,8 @@ def layer_backward(stack, layer, x, flats, lses, needed, d, sums):
         o, flats[i] = stack.to_heads(flats[i], counts), None
         do, grads[i] = stack.to_heads(grads[i], counts), None
         some = q.shape[1]  # heads of this rank
-        dqkv = [*attend_backward(do, q, k, v, o, lses.pop(0), needed[i])] if some else [q, k, v]
+        gave = (o, lses.pop(0), needed[i]) if some else ()
+        dqkv = [*stack.attend_backward(do, q, k, v, *gave)] if some else [q, k, v]
         del q, k, v, o, do
         needed[i] = None
         counts = stack.counts(turn, keys=2)

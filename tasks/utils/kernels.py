@@ -28,12 +28,20 @@ def for_all(keys, heads):
     return keys.repeat_interleave(heads // keys.shape[1], 1)
 
 
+def bias_of(seen, like):
+    """What is added to scores: 0 where a key is seen, (..., T) of bool, else minus infinity."""
+    T = seen.shape[-1]
+    # Rows of a multiple of 16 numbers: the efficient kernel takes no others.
+    bias = like.new_zeros(*seen.shape[:-1], T + -T % 16)[..., :T]
+    return bias.masked_fill_(~seen, -torch.inf)
+
+
 def attend(q, k, v, causal=True, bias=None):
     """Attention of q (B, n, S, D) to k, v (B, k, T, D): (o, log-sum-exps (B, n, S), rest).
 
     causal: token i sees keys 0 to i, unless there is a bias, (B, 1, S, T), of q's dtype: it is
-    added to the scores, and says all of what is seen. rest: what `attend_backward` takes besides.
-    A query that sees nothing gets 0, and a log-sum-exp that means nothing.
+    added to the scores, and says all of what is seen (see `bias_of`). rest: what `attend_backward`
+    takes besides. A query that sees nothing gets 0, and a log-sum-exp that means nothing.
     """
     kernel, causal = kernel_of(q, bias), causal and bias is None
     if kernel == "cpu":
@@ -64,6 +72,7 @@ def attend_backward(grad, q, k, v, o, lse, rest=(), causal=True, bias=None):
         return backward(grad, q, k, v, o, lse, 0.0, causal, attn_mask=bias)
     if kernel == "plain":
         return plain_backward(grad, q, k, v, o, lse, causal, bias)
+    lse = lse.contiguous()
     if kernel == "flash":
         backward = aten._scaled_dot_product_flash_attention_backward
         return backward(grad, q, k, v, o, lse, *rest[:4], 0.0, causal, *rest[4:])
@@ -80,29 +89,33 @@ def attend_backward(grad, q, k, v, o, lse, rest=(), causal=True, bias=None):
 # ---------------------------------------------------------------- without a kernel
 
 
+def wide(*tensors):
+    return [t.to(torch.promote_types(t.dtype, torch.float32)) for t in tensors]
+
+
 def scores(q, k, causal, bias):
     """(B, k, n/k, S, T): all at once."""
     q = q.unflatten(1, (k.shape[1], -1)) / q.shape[-1] ** 0.5
     s = q @ k[:, :, None].mT
     if causal:
-        s = s.masked_fill(
-            torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device).triu(1), -torch.inf
-        )
+        later = torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device).triu(1)
+        s = s.masked_fill(later, -torch.inf)
     return s if bias is None else s + bias[:, :, None]
 
 
 def plain(q, k, v, causal, bias):
     """`attend`, written out."""
-    s = scores(q, k, causal, bias)
+    (k, v), s = wide(k, v), scores(*wide(q, k), causal, bias)
     lse = s.logsumexp(-1)
     p = (s - lse[..., None]).exp().nan_to_num(0)
-    return (p @ v[:, :, None]).flatten(1, 2), lse.flatten(1, 2)
+    return (p @ v[:, :, None]).flatten(1, 2).to(q.dtype), lse.flatten(1, 2)
 
 
 def plain_backward(grad, q, k, v, o, lse, causal, bias):
     """`attend_backward`, written out."""
     heads = k.shape[1], -1
-    do, o, lse = (t.unflatten(1, heads) for t in (grad, o, lse))
+    q, k, v, *others = wide(q, k, v, grad, o, lse)
+    do, o, lse = (t.unflatten(1, heads) for t in others)
     p = (scores(q, k, causal, bias) - lse[..., None]).exp()
     dv = (p.mT @ do).sum(2)
     ds = p * (do @ v[:, :, None].mT - (do * o).sum(-1, keepdim=True)) / q.shape[-1] ** 0.5

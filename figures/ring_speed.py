@@ -1,0 +1,94 @@
+"""What attention costs in a ring, by zigzag and by contiguous shares of the tokens.
+
+    OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 4 figures/ring_speed.py \\
+        --json figures/ring_speed.json
+
+Both take turns with the forward and the backward of one layer's attention, on the same queries,
+keys and values. Beside the seconds until all ranks are done it counts the CPU's of the rank that
+has most to do: where ranks are more than cores, these alone say how even the shares are.
+"""
+
+import statistics
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import torch
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent / "tasks"))
+
+from records import here_and_now
+from ring_attention import Ring, RingAttention
+from utils.flags import make_parser, positive
+from utils.job import start
+from utils.kernels import attend
+from utils.measure import interleave, ratio
+from utils.shards import shard_range
+from utils.traffic import bytes_sent
+
+LAYOUTS = {"contiguous": False, "zigzag": True}
+
+
+def main():
+    parser = make_parser(__doc__, model="random/balanced")
+    add = parser.add_argument
+    add("--seq-len", type=positive, default=8192, help="tokens of the sequence; default 8192")
+    add("--repeats", type=positive, default=7, help="timed turns; default 7")
+    start(parser.parse_args(), measure)
+
+
+def measure(run, args):
+    """Seconds, the CPU's seconds of each rank, and bytes, of each layout; the same outputs."""
+    config, P, S = run.source.config, run.world_size, args.seq_len
+    heads = config.num_attention_heads, *[config.num_key_value_heads] * 2
+    whole = [torch.randn(1, n, S, config.head_dim) for n in heads]  # alike on all, by the seed
+    whole = [run.broadcast(x).to(run.device, run.dtype) for x in whole]
+    run.results |= here_and_now(run.device.type, P) | {"tokens": S, "bytes": {}}
+    cpu, outputs, contenders = {}, {}, {}
+
+    def both(name, ring, mine):
+        begin = time.process_time()
+        output = RingAttention.apply(*mine, ring)
+        yield "forward"
+        output.backward(torch.ones_like(output))
+        outputs[name] = output.detach()
+        cpu.setdefault(name, []).append(time.process_time() - begin)
+        yield "backward"
+
+    first, stop = shard_range(S, P, run.rank)
+    orders = {}
+    for name, zigzag in LAYOUTS.items():
+        ring = Ring(run.mesh("sp").get_group(), S, zigzag)
+        orders[name] = ring.order()[first:stop].to(run.device)
+        mine = [x[:, :, orders[name]].requires_grad_() for x in whole]
+        contenders[name] = partial(both, name, ring, mine)
+    phases = interleave(run, contenders, args.repeats)
+    for name, of in contenders.items():
+        run.results["bytes"][name] = bytes_sent(run, lambda of=of: list(of()))[0]
+    expected = attend(*whole)[0]
+    for name, output in outputs.items():
+        run.check(f"output: {name}", [(output, expected[:, :, orders[name]])], tolerance=1e-5)
+    say(run, phases, {name: torch.tensor(of[-args.repeats - 1 : -1]) for name, of in cpu.items()})
+
+
+def say(run, phases, cpu):
+    """Print and keep: the steps' seconds, and CPU seconds, [rank][turn] each."""
+    seconds = run.results["step_s"] = {
+        name: [sum(both) for both in zip(*of.values(), strict=True)] for name, of in phases.items()
+    }
+    everyone = {name: run.gather(laps.to(run.device)) for name, laps in cpu.items()}
+    run.results["cpu_s"] = {name: of.tolist() for name, of in everyone.items()}
+    most = {name: of.max(0).values.tolist() for name, of in everyone.items()}
+    for name, laps in seconds.items():
+        of_ranks = ", ".join(f"{of:.3f}" for of in everyone[name].median(1).values.tolist())
+        run.print0(f"{name}: {statistics.median(laps):.3f} s; CPU seconds of the ranks {of_ranks}; "
+                   f"{run.results['bytes'][name] / 1e6:.2f} MB sent by a rank")  # fmt: skip
+    run.print0(f"contiguous takes {ratio(*(seconds[name] for name in LAYOUTS))} times zigzag's "
+               f"seconds, its busiest rank {ratio(*(most[name] for name in LAYOUTS))} times the "
+               "CPU seconds of zigzag's")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""Attention a few heads at a time: which heads each rank has in a round, and their projections."""
+
+from itertools import zip_longest
+
+import torch.nn.functional as F
+from torch import nn
+
+from memory.tiled_loss import tiles
+from utils.shards import shard_heads
+
+
+def plan_rounds(config, ranks, head_groups):
+    """Which heads each rank attends to, round by round: [[(queries, keys) of each rank], ...].
+
+    queries, keys: (start, stop). With `head_groups`, the query heads of a round, on all ranks
+    together, are no more than share one KV head, or one on each rank, so that the memory for a
+    token does not depend on the number of heads. (8 query and 2 KV heads on 2 ranks: heads 0 and 1
+    beside 4 and 5, then 2 and 3 beside 6 and 7.) Else there is one round. In the last rounds a rank
+    may have no heads: it sends its tokens', and receives nothing.
+    """
+    N, K = config.num_attention_heads, config.num_key_value_heads
+    heads = [shard_heads(N, K, ranks, rank)[:2] for rank in range(ranks)]
+    if not head_groups:
+        return [heads]
+    group, turns = N // K, []
+    for (first, stop), keys in heads:
+        turns.append([])
+        for key in range(*keys):
+            queries = range(max(first, key * group), min(stop, (key + 1) * group))
+            for some in tiles(len(queries), max(1, group // ranks)):
+                some = queries[some]
+                turns[-1].append(((some.start, some.stop), (key, key + 1)))
+    return list(zip_longest(*turns, fillvalue=((0, 0), (0, 0))))
+
+
+def sliceable(linear):
+    """Whether `project` can take some of a layer's outputs."""
+    if type(linear) is nn.Linear:
+        return True
+    adapters = getattr(linear, "active_adapters", None)
+    plain = getattr(linear, "lora_A", None) is not None and not linear.disable_adapters
+    plain = plain and not linear.merged and type(linear.base_layer) is nn.Linear
+    plain = plain and all(name in linear.lora_A for name in adapters)
+    plain = plain and all(linear.lora_B[name].bias is None for name in adapters)
+    return plain and not any(getattr(linear, "use_dora", {}).get(name) for name in adapters)
+
+
+def project(linear, x, rows):
+    """Some outputs, by their indices, of a linear layer or of PEFT's LoRA of one."""
+    base = getattr(linear, "base_layer", linear)
+    y = F.linear(x, base.weight[rows], None if base.bias is None else base.bias[rows])
+    for name in getattr(linear, "active_adapters", ()):
+        a, b = linear.lora_A[name].weight, linear.lora_B[name].weight
+        low_rank = F.linear(F.linear(x.to(a.dtype), a), b[rows])
+        y = (y + low_rank * linear.scaling[name]).to(y.dtype)
+    return y
