@@ -76,6 +76,8 @@ bench: .venv/ready
 	  --json figures/mesh_speed.json
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node 4 figures/ring_speed.py \
 	  --json figures/ring_speed.json
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node 2 figures/ring_speed.py \
+	  --json figures/ring_speed_2.json
 
 # ESTIMATE="--seq-len 8192 --device-memory 24": its flags. tiny fits anywhere.
 estimate: .venv/ready

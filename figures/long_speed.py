@@ -28,6 +28,7 @@ from ulysses_forward import sequence_parallelize
 from utils.flags import make_parser, positive
 from utils.job import start
 from utils.measure import interleave, num_threads, ratio
+from utils.training_checks import base_of
 
 
 def main():
@@ -54,6 +55,7 @@ def measure(run, args):
 
     def step(name, mesh, techniques):
         if mesh:  # else rank 0 is alone with it
+            base_of(model).group = mesh.get_group()  # by which it deals out its tokens
             with num_threads(own_threads * (run.world_size // mesh.size())):
                 losses[name] = forward_backward(model, ids, mesh, techniques)
             model.zero_grad()
