@@ -314,7 +314,7 @@ def test_another_mesh(a, b, tmp_path, odd_llama):
 @STRESS
 def test_fifty_kills(tmp_path, odd_llama):
     """SIGKILL of either rank, at any moment: in the end the undisturbed run's bits."""
-    args = ["--model", odd_llama, "--steps", 400, "--save-every", 5]
+    args = ["--model", odd_llama, "--steps", 1600, "--save-every", 5]
     (tmp_path / "alone").mkdir()
     losses, _ = train(tmp_path / "alone", *args)
     chance, kills, reached = random.Random(0), [], []
@@ -328,7 +328,7 @@ def test_fifty_kills(tmp_path, odd_llama):
     path = tmp_path / "record.json"
     args = [*FROM, *args, "--dp", 2, "--output-dir", tmp_path / "out", "--resume", "--json", path]
     for _ in range(100):
-        killer = threading.Timer(chance.uniform(0, 6) if len(kills) < 50 else 1e6, kill)
+        killer = threading.Timer(chance.uniform(0, 5) if len(kills) < 50 else 1e6, kill)
         killer.start()
         result = launch.ranks(FILE, *args, nproc=2, folder=tmp_path, timeout=300)
         killer.cancel()
