@@ -9,6 +9,7 @@ from itertools import islice
 import torch
 import torch.distributed as dist
 import transformers
+from safetensors.torch import load_file
 from torch.distributed.fsdp import FSDPModule
 from torch.linalg import vector_norm
 from tqdm import tqdm
@@ -307,8 +308,10 @@ def export(run, model, tokenizer, checkpoints, batches, loss):
     batches = [[tensor.to(run.device) for tensor in batch] for batch in batches]
     labels = torch.cat([labels for _, labels in batches])
     again = LlamaForCausalLM.from_pretrained(folder).to(run.device) if whole else None
-    if whole and again.dtype != run.dtype:  # transformers 4; its rotary table becomes coarse, too
+    if whole and again.dtype != run.dtype:  # transformers 4 has read it as float32
         again.to(run.dtype)
+        for path in folder.glob("*.safetensors"):
+            again.load_state_dict(load_file(path), strict=False)
     if whole and run.dtype == torch.float64:
         compute_in_float64(again)
 
