@@ -135,8 +135,10 @@ def show(run, args):
     show_two_layers(run, group_of_axis(mesh))
     if args.naive:
         return
+    whole = [one for one in [run.load_reference()] if one]
     for name, (split, *_) in SPLITS.items():
-        check_split(run, name, run.load_model(partial(split, mesh=mesh)))
+        check_split(run, name, run.load_model(partial(split, mesh=mesh)), whole)
+    del whole
     tokens = len(run.tokenizer(args.text)["input_ids"]) if run.tokenizer else 9
     if tokens < 3:
         raise UserError(f"--text {args.text!r}: {tokens} tokens, too short, use 3 or more")
@@ -145,9 +147,10 @@ def show(run, args):
         show_training(run, mesh, batch, args.lr, args.iterations)
 
 
-def check_split(run, name, model):
+def check_split(run, name, model, references=None):
     """A model's weights are slices of the whole one's, all that its split is of."""
-    references = [one for one in [run.load_reference()] if one]
+    if references is None:
+        references = [one for one in [run.load_reference()] if one]
     run.check_weights(name, model, references, whole=("norm", *SPLITS[name][2]))
 
 
