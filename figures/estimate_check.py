@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 2 figures/estimate_check.py
 
 Of a step of AdamW by each technique: what tensors hold at most, by torch.profiler; what the process
-has at most, beyond what it had before there was a model; and the bytes that a rank sends.
+has at most, beyond what it has when the model is gone; and the bytes that a rank sends.
 """
 
 import ctypes
@@ -65,31 +65,8 @@ def measure(run, args):
 
 def compare(run, name, ids):
     """The largest of the ranks' peaks, and the mean of what they send."""
-    gc.collect()
-    if run.device.type == "cpu" and sys.platform == "linux":
-        ctypes.CDLL(None).mallopt(-3, 2**16)  # M_MMAP_THRESHOLD: what is freed goes back at once
-        ctypes.CDLL(None).malloc_trim(0)
-    idle = status("VmRSS") if run.device.type == "cpu" else torch.cuda.memory_allocated()
-    model, forward_backward = BUILD[name](run, ids)
-    make_optimizer = torch.optim.AdamW
-    if name == "zero1":
-        make_optimizer = partial(ZeroRedundancyOptimizer, optimizer_class=torch.optim.AdamW)
-    parameters = [parameter for _, parameter in model.named_parameters()]
-    optimizer = make_optimizer(parameters, lr=1e-4)
-
-    def step():
-        optimizer.zero_grad()
-        forward_backward()
-        optimizer.step()
-
-    step()  # there are states from now on
-    weights, gradients, states = bytes_held(model, optimizer)
-    sent, _ = bytes_sent(run, step)
-    optimizer.zero_grad()
-    process = peak_memory_of_process(run.device, step) - idle
-    optimizer.zero_grad()
-    tensors = weights + states + sum(record_memory(step, run.device)[1].values())
-    tensors += gradients * (name in ("ddp", "zero1"))  # which are there all the time
+    tensors, process, sent = peaks_of_step(run, name, ids)
+    process -= give_back_what_is_free(run.device)  # code and threads are there by now, too
     P = 1 if name == "one process" else run.world_size
     work = Work(run.source.config, ids.shape[1], len(ids), run.dtype.itemsize)
     ways = estimates(name, work, P)
@@ -108,6 +85,43 @@ def compare(run, name, ids):
             run.check(f"{name}: peak of {of}, GiB", [pair], 0.1 * peak / GIB)
     pair = [torch.tensor(size) for size in (said.sent, float(sent))]
     run.check(f"{name}: bytes sent", [pair], 0.02 * sent)
+
+
+def peaks_of_step(run, name, ids):
+    """What tensors and this process, all of it, hold at most in a step; and the bytes sent."""
+    give_back_what_is_free(run.device)
+    model, forward_backward = BUILD[name](run, ids)
+    make_optimizer = torch.optim.AdamW
+    if name == "zero1":
+        make_optimizer = partial(ZeroRedundancyOptimizer, optimizer_class=torch.optim.AdamW)
+    parameters = [parameter for _, parameter in model.named_parameters()]
+    optimizer = make_optimizer(parameters, lr=1e-4)
+
+    def step():
+        optimizer.zero_grad()
+        forward_backward()
+        optimizer.step()
+
+    step()  # there are states from now on
+    weights, gradients, states = bytes_held(model, optimizer)
+    sent, _ = bytes_sent(run, step)
+    optimizer.zero_grad()
+    process = peak_memory_of_process(run.device, step)
+    optimizer.zero_grad()
+    tensors = weights + states + sum(record_memory(step, run.device)[1].values())
+    tensors += gradients * (name in ("ddp", "zero1"))  # which are there all the time
+    return tensors, process, sent
+
+
+def give_back_what_is_free(device):
+    """And return the bytes that this process then has; on a GPU, its tensors."""
+    gc.collect()
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).mallopt(-3, 2**16)  # M_MMAP_THRESHOLD: what is freed goes back at once
+        ctypes.CDLL(None).malloc_trim(0)
+    return status("VmRSS")
 
 
 # ---------------------------------------------------------------- (model, its forward and backward)
