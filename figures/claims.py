@@ -83,6 +83,9 @@ TASK = {
     "ring_attention": ("Ring", 2, [], [
         ("hidden states of every layer", "^hidden states"), *MODEL, TOKENS,
     ]),
+    "tp_ulysses": ("TP x Ulysses", 4, ["--tp", "2", "--sp", "2"], [
+        ("hidden states of every layer", "^hidden states"), *MODEL, TOKENS,
+    ]),
     "ulysses_finetune": ("Task 5", 2, [], [
         ("losses beside plain PEFT, three steps", "^losses$"),
         ("gradients before the optimizer", r"\.weight grad$"),

@@ -35,11 +35,12 @@ from utils.models import Source
 LIMIT_S, CUT = 480, "its time is up"
 SCRIPTS = ["tp_mlp", "tp_attention", "tp_llama", "dtensor_llama", "kv_cache", "ulysses_forward",
            "ulysses_finetune", "pipeline_llama", "pipeline_threads", "data_parallel",
-           "tp_training", "pretrain_2d", "ring_attention"]  # fmt: skip
+           "tp_training", "pretrain_2d", "ring_attention", "tp_ulysses"]  # fmt: skip
 DTYPES = "float32", "bfloat16", "float64"
 # Without timed repetitions, which are for several ranks.
 QUICK = {name: ["--repeats", 0] for name in (
-    "tp_llama", "dtensor_llama", "kv_cache", "ulysses_forward", "ring_attention")}  # fmt: skip
+    "tp_llama", "dtensor_llama", "kv_cache", "ulysses_forward", "ring_attention",
+    "tp_ulysses")}  # fmt: skip
 # Dense bfloat16 TFLOP/s that the makers' data sheets give, by words of the GPU's name.
 PEAKS = {"H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "H200": 989, "A100": 312, "L40S": 362,
          "L4": 121}  # fmt: skip

@@ -43,7 +43,7 @@ from utils.flags import Workload, add_model_flags, make_parser
 from utils.job import start
 from utils.kernels import attend, attend_backward, bias_of
 from utils.model_checks import show_sequence
-from utils.shards import become, shard_range
+from utils.shards import become, heads_of, shard_range
 
 # ---------------------------------------------------------------- the technique: who has what, when
 
@@ -274,11 +274,12 @@ def ring_parallelize(model, mesh, zigzag=True):
 # ---------------------------------------------------------------- what is shown with it
 
 
-def formula(model, B, S):
-    """Bytes that each rank sends in one layer, forward and backward; the mean over ranks."""
-    ring, dtype = Ring(model.group, S, model.zigzag), model.dtype
+def formula(model, B, S, group=None, keys=None):
+    """Bytes that a rank, of so many KV heads, sends in one layer, forward and backward; means."""
+    ring, dtype = Ring(group or model.group, S, model.zigzag), model.dtype
     hops = sum(ring.size(chunk) * ring.last_hop(chunk) for chunk in range(len(ring.tokens)))
-    numbers = 2 * B * hops / ring.P * model.config.num_key_value_heads * model.config.head_dim
+    keys = keys or heads_of(model)[1]
+    numbers = 2 * B * hops / ring.P * keys * model.config.head_dim
     wide = torch.promote_types(dtype, torch.float32)
     return numbers * dtype.itemsize, numbers * (dtype.itemsize + wide.itemsize)
 

@@ -57,7 +57,7 @@ from utils.shards import (
 # ---------------------------------------------------------------- the technique
 
 
-def tensor_parallelize(model, mesh, vocab_parallel=True):
+def tensor_parallelize(model, mesh, vocab_parallel=True, pair=None):
     """Make a LlamaForCausalLM tensor-parallel in place, over the ranks of `mesh`, of one axis.
 
                             whole       this rank's
@@ -73,11 +73,12 @@ def tensor_parallelize(model, mesh, vocab_parallel=True):
     `shard_heads`). The model is used as before: logits come out whole, gathered from the ranks,
     unless `labels` are given: then the loss is computed from the split logits, and
     `output.logits` is this rank's (B, S, V/P). Works on a model without memory (device meta) too.
+    pair: functions of (x, group), in place of f and g.
     Raises UserError for more ranks than query heads or tokens, ValueError for a model that is split
     already.
     Source: Megatron-LM, arXiv 1909.08053, section 3.
     """
-    group = group_of_axis(mesh)
+    group, (enter, leave) = group_of_axis(mesh), pair or (copy_to_ranks, sum_over_ranks)
     refuse_as_whole(model)
     rank, ranks = group.rank(), group.size()
     D = model.model.layers[0].self_attn.head_dim
@@ -101,30 +102,30 @@ def tensor_parallelize(model, mesh, vocab_parallel=True):
         keep_shard(mlp.down_proj, 1, *units)
 
         for block, last in (attention, attention.o_proj), (mlp, mlp.down_proj):
-            block.register_forward_pre_hook(partial(f, group=group), with_kwargs=True)
-            last.register_forward_hook(partial(g, group=group))
+            block.register_forward_pre_hook(partial(f, enter=enter, group=group), with_kwargs=True)
+            last.register_forward_hook(partial(g, leave=leave, group=group))
             if rank != 0:
                 last.bias = None  # it must enter the sum over ranks once: rank 0 adds it
 
     if vocab_parallel:
-        split_vocabulary(model, group)
+        split_vocabulary(model, group, enter)
     return model
 
 
-def f(module, args, kwargs, group):
+def f(module, args, kwargs, enter, group):
     """A pre-hook: f in front of a block, whose input is positional or, attention's, a keyword."""
-    args = tuple(copy_to_ranks(x, group) for x in args)
+    args = tuple(enter(x, group) for x in args)
     if "hidden_states" in kwargs:
-        kwargs = kwargs | {"hidden_states": copy_to_ranks(kwargs["hidden_states"], group)}
+        kwargs = kwargs | {"hidden_states": enter(kwargs["hidden_states"], group)}
     return args, kwargs
 
 
-def g(module, args, y, group):
+def g(module, args, y, leave, group):
     """A hook: g behind a block's last layer."""
-    return sum_over_ranks(y, group)
+    return leave(y, group)
 
 
-def split_vocabulary(model, group):
+def split_vocabulary(model, group, enter=copy_to_ranks):
     """Embedding, LM head and loss of `tensor_parallelize`, where the weights may be one (tied)."""
     vocab_size, ranks = model.config.vocab_size, group.size()
     if vocab_size < ranks:
@@ -139,7 +140,8 @@ def split_vocabulary(model, group):
         keep_shard(head, 0, *rows)
     embedding.__class__ = VocabParallelEmbedding
     embedding.rows, embedding.group, embedding.vocab_size = rows, group, vocab_size
-    head.register_forward_pre_hook(partial(f, group=group), with_kwargs=True)
+    head.register_forward_pre_hook(partial(f, enter=enter, group=group), with_kwargs=True)
+    model.sum_of_losses = partial(sum_of_losses, rows=rows, group=group)
     model.loss_function = partial(vocab_parallel_loss, rows=rows, group=group)
     gather = partial(gather_shares, dim=-1, size=vocab_size, group=group)
     model.register_forward_hook(with_whole_logits(gather), with_kwargs=True)
@@ -150,8 +152,10 @@ class VocabParallelEmbedding(nn.Embedding):
 
     def forward(self, ids):
         """ids (B, S) -> (B, S, H): this rank's rows, then g."""
-        rows = local_rows(ids, self.weight, self.rows[0], self.vocab_size, self.padding_idx)
-        return sum_over_ranks(rows, self.group)
+        return sum_over_ranks(self.part(ids), self.group)
+
+    def part(self, ids):
+        return local_rows(ids, self.weight, self.rows[0], self.vocab_size, self.padding_idx)
 
 
 def local_rows(ids, weight, first, vocab_size, padding):
@@ -202,6 +206,13 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         return dlogits.mul_(grad[:, None]).to(logits.dtype), None, None, None
 
 
+def sum_of_losses(logits, targets, rows, group, ignore_index=-100):
+    """Sum over tokens of the cross-entropy, on all ranks; (B, S, V/P), (B, S) -> a scalar."""
+    targets = targets.flatten()
+    losses = VocabParallelCrossEntropy.apply(logits.flatten(0, 1), targets, rows, group)
+    return losses.masked_fill(targets == ignore_index, 0).sum()
+
+
 def vocab_parallel_loss(
     logits, labels, vocab_size, rows, group, ignore_index=-100, num_items_in_batch=None,
     shift_labels=None, **kwargs,
@@ -214,11 +225,11 @@ def vocab_parallel_loss(
     and IndexError as `next_tokens` does.
     """
     size = logits.shape[:2]
-    targets = next_tokens(labels, size, vocab_size, ignore_index, shift_labels).flatten()
-    losses = VocabParallelCrossEntropy.apply(logits.flatten(0, 1), targets, rows, group)
-    valid = targets != ignore_index
-    count = valid.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
-    return losses.masked_fill(~valid, 0).sum() / count
+    targets = next_tokens(labels, size, vocab_size, ignore_index, shift_labels)
+    count = num_items_in_batch
+    if count is None:
+        count = (targets != ignore_index).sum().clamp(min=1)
+    return sum_of_losses(logits, targets, rows, group, ignore_index) / count
 
 
 # ---------------------------------------------------------------- what is shown with it

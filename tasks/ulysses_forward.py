@@ -24,6 +24,7 @@ bytes on the wire, and measures time and memory of both.
 
 import copy
 from functools import partial
+from itertools import permutations
 
 import torch
 import torch.distributed as dist
@@ -36,7 +37,7 @@ from utils.collectives import gather_shares, group_of_axis, sum_over_ranks
 from utils.flags import Workload, add_model_flags, make_parser
 from utils.job import start
 from utils.model_checks import show_sequence
-from utils.shards import become, check_ids, next_tokens, refuse, shard_heads, shard_range
+from utils.shards import become, check_ids, next_tokens, refuse, shard_range, share_heads
 
 # ---------------------------------------------------------------- the technique
 
@@ -73,21 +74,33 @@ def ulysses_attention(module, query, key, value, attention_mask, **kwargs):
     key, value          (B, K, S/P, D)      (S/P, B, max(K/P, 1), D)        (B, max(K/P, 1), S, D)
     output              (B, S, N/P, D)      its tokens, (S/P, B, N/P, D)    (B, S/P, N, D)
 
-    Query, key and value travel in one packed all-to-all. A KV head goes to every rank that has
-    query heads of its group; the sum of what these send back is its gradient. Within a piece the
-    tokens come first, so that the pieces received are the sequence, one after the other.
     attention_mask: see `sequence_mask`. Returns the output and None, as Hugging Face wants it.
     """
     assert attention_mask is not None, "model.model needs attention_mask=sequence_mask(S)"
-    group, heads = module.group, module.heads
-    ranks, rank = range(group.size()), group.rank()
-    B, _, mine, D = query.shape
-    S = attention_mask.shape[-1]
-    tokens = [stop - first for first, stop in (shard_range(S, len(ranks), r) for r in ranks)]
-    queries = [stop - first for (first, stop), _ in heads]
-    keys = [stop - first for _, (first, stop) in heads]
-    n, k = queries[rank], keys[rank]
+    share = module.group, module.heads, attention_mask.shape[-1]
+    query, key, value = to_heads(query, key, value, *share)
+    mask = attention_mask if attention_mask.shape[2] > 1 else None  # None: causal
+    attend = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    output, _ = attend(module, query, key, value, mask, **kwargs)  # (B, S, n, D)
+    return to_tokens(output, *share), None
 
+
+def numbers(group, heads, S):
+    """Of each rank, how many tokens, query heads and KV heads."""
+    tokens = (shard_range(S, group.size(), rank) for rank in range(group.size()))
+    queries, keys = zip(*heads, strict=True)
+    return [[stop - first for first, stop in kind] for kind in (tokens, queries, keys)]
+
+
+def to_heads(query, key, value, group, heads, S):
+    """From all heads of this rank's tokens to its heads of all S; see `ulysses_attention`.
+
+    Query, key and value travel in one packed all-to-all. A KV head goes to every rank that has
+    query heads of its group; the sum of what these send back is its gradient. Within a piece the
+    tokens come first, so that the pieces received are the sequence, one after the other.
+    """
+    tokens, queries, keys = numbers(group, heads, S)
+    B, D, n, k = len(query), query.shape[-1], queries[group.rank()], keys[group.rank()]
     query, key, value = (x.permute(2, 0, 1, 3) for x in (query, key, value))  # tokens first
     pieces = [
         torch.cat([query[:, :, slice(*q)], key[:, :, slice(*kv)], value[:, :, slice(*kv)]], dim=2)
@@ -96,17 +109,19 @@ def ulysses_attention(module, query, key, value, attention_mask, **kwargs):
     packed = torch.cat([piece.flatten() for piece in pieces])
     received = [t * B * (n + 2 * k) * D for t in tokens]
     whole = AllToAll.apply(packed, [piece.numel() for piece in pieces], received, group)
-    query, key, value = whole.view(S, B, n + 2 * k, D).permute(1, 2, 0, 3).split([n, k, k], dim=1)
+    return whole.view(S, B, n + 2 * k, D).permute(1, 2, 0, 3).split([n, k, k], dim=1)
 
-    mask = attention_mask if attention_mask.shape[2] > 1 else None  # None: causal
-    attend = ALL_ATTENTION_FUNCTIONS["sdpa"]
-    output, _ = attend(module, query, key, value, mask, **kwargs)  # (B, S, n, D)
 
+def to_tokens(output, group, heads, S):
+    """And back: (B, S, n, D) of this rank's heads -> (B, S/P, N, D) of its tokens."""
+    tokens, queries, _ = numbers(group, heads, S)
+    B, _, n, D = output.shape
+    mine = tokens[group.rank()]
     packed = output.transpose(0, 1).flatten()
     received = [mine * B * q * D for q in queries]
     pieces = AllToAll.apply(packed, [t * B * n * D for t in tokens], received, group)
     pieces = [piece.view(mine, B, -1, D) for piece in pieces.split(received)]
-    return torch.cat(pieces, dim=2).transpose(0, 1), None
+    return torch.cat(pieces, dim=2).transpose(0, 1)
 
 
 def sequence_mask(length, attention_mask=None, device=None):
@@ -127,6 +142,19 @@ def sequence_mask(length, attention_mask=None, device=None):
     # lets it see all or nothing, by version; no other token sees what comes of it.)
     itself = torch.eye(length, dtype=torch.bool, device=attention_mask.device)
     return seen | (itself & ~seen.any(-1, keepdim=True))
+
+
+def sum_of_losses(logits, targets):
+    """Sum over tokens of the cross-entropy; -100: no loss. (B, S, V), (B, S) -> a scalar.
+
+    At least float32. Zero, with a gradient of zeros, where a rank has no valid label at all: it
+    must still take part in the collectives of the backward.
+    """
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    valid = targets != -100
+    chosen = logits.gather(-1, targets.masked_fill(~valid, 0)[..., None])[..., 0]
+    # Not F.cross_entropy, whose sums over a large vocabulary lose digits on a CPU.
+    return (logits.logsumexp(-1) - chosen).masked_fill(~valid, 0).sum()
 
 
 class SequenceParallelLlama(LlamaForCausalLM):
@@ -157,8 +185,8 @@ class SequenceParallelLlama(LlamaForCausalLM):
             check_ids(ids, self.config.vocab_size)  # on all ranks, so that all raise
         if labels is not None:
             targets = next_tokens(labels, ids.shape[:2], self.config.vocab_size)
-        ranks, S = self.group.size(), ids.shape[1]
-        length = max(S, ranks)  # each rank needs a token; what is added on the right, nobody sees
+        S = ids.shape[1]
+        length = self.padded(S)
         tokens = self.tokens(length)
 
         def mine(x, value=0):
@@ -178,13 +206,18 @@ class SequenceParallelLlama(LlamaForCausalLM):
             output.logits = self.whole(output.logits, length)[:, :S]
         else:
             # The labels were shifted before they are split: the next may be another rank's.
-            loss = sum_of_losses(output.logits, mine(targets, -100))
+            loss = self.sum_of_losses(output.logits, mine(targets, -100))
             if num_items_in_batch is None:
                 num_items_in_batch = (targets != -100).sum().clamp(min=1)
             output.loss = sum_over_ranks(loss, self.group) / num_items_in_batch
         return output.to_tuple() if return_dict is False else output
 
     seen = staticmethod(sequence_mask)  # what attention is told; (length, padding mask, device)
+    sum_of_losses = staticmethod(sum_of_losses)  # a model's own, where its vocabulary is split
+
+    def padded(self, S):
+        """S, or more: each rank needs a token. What is added on the right, nobody sees."""
+        return -(-max(S, self.parts) // self.multiple) * self.multiple
 
     def tokens(self, length):
         """Which of a sequence's tokens this rank has."""
@@ -201,19 +234,6 @@ class SequenceParallelLlama(LlamaForCausalLM):
         return whole.save_pretrained(*args, **kwargs)
 
 
-def sum_of_losses(logits, targets):
-    """Sum over tokens of the cross-entropy; -100: no loss. (B, S, V), (B, S) -> a scalar.
-
-    At least float32. Zero, with a gradient of zeros, where a rank has no valid label at all: it
-    must still take part in the collectives of the backward.
-    """
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    valid = targets != -100
-    chosen = logits.gather(-1, targets.masked_fill(~valid, 0)[..., None])[..., 0]
-    # Not F.cross_entropy, whose sums over a large vocabulary lose digits on a CPU.
-    return (logits.logsumexp(-1) - chosen).masked_fill(~valid, 0).sum()
-
-
 def sequence_parallelize(model, mesh):
     """Make a LlamaForCausalLM sequence-parallel in place, over the ranks of `mesh`, of one axis.
 
@@ -226,38 +246,32 @@ def sequence_parallelize(model, mesh):
     attention_mask=sequence_mask(S))` for this rank's hidden states, (B, S/P, H); tokens are dealt
     out by `shard_range(S, P, rank)`.
 
+    The model may be tensor-parallel, along another axis: then its ranks' heads are shared out.
     Works on a model without memory (device meta) too. Raises UserError for more ranks than query
-    heads and for RoPE that depends on the length of the sequence, ValueError as `check_whole` does.
+    heads and for RoPE that depends on the length of the sequence, ValueError as `become` does.
     Whole KV groups are dealt out: 4 groups on 3 ranks leave one with two, and twice the time.
     Source: DeepSpeed-Ulysses, arXiv 2309.14509, section 3.
     """
-    group, config = group_of_axis(mesh), model.config
-    N, K = config.num_attention_heads, config.num_key_value_heads
-    heads = [shard_heads(N, K, group.size(), rank)[:2] for rank in range(group.size())]
-    (first, stop), (first_key, stop_key) = heads[group.rank()]
+    group = group_of_axis(mesh)
     become(model, SequenceParallelLlama, group, "ulysses", ulysses_attention)
-    for attention in (layer.self_attn for layer in model.model.layers):
-        attention.heads = heads
-        attention.num_key_value_groups = (stop - first) // (stop_key - first_key)
+    share_heads(model, group)
     return model
 
 
 # ---------------------------------------------------------------- what is shown with it
 
 
-def formula(model, B, S):
+def formula(model, B, S, group=None):
     """Bytes that each rank sends in one layer, forward; as many backward. The mean over ranks.
 
     For sizes that divide: (P-1)/P (T/P) e D (2N + 2 max(K, P)), with T = B S tokens of e bytes.
+    group: of those that exchange heads; default `model.group`.
     """
-    config, ranks = model.config, model.group.size()
-    N, K, D = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-    heads = [shard_heads(N, K, ranks, r)[:2] for r in range(ranks)]
-    queries, keys = ([stop - first for first, stop in kind] for kind in zip(*heads, strict=True))
-    tokens = [stop - first for first, stop in (shard_range(S, ranks, r) for r in range(ranks))]
-    pairs = [(a, b) for a in range(ranks) for b in range(ranks) if a != b]
+    attention, group = model.model.layers[0].self_attn, group or model.group
+    tokens, queries, keys = numbers(group, attention.heads, S)
+    pairs = list(permutations(range(group.size()), 2))
     sent = sum(tokens[a] * (queries[b] + 2 * keys[b]) + tokens[b] * queries[a] for a, b in pairs)
-    return sent * B * D * model.dtype.itemsize / ranks
+    return sent * B * attention.head_dim * model.dtype.itemsize / group.size()
 
 
 def main():

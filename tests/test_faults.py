@@ -39,6 +39,7 @@ ENDLESS = {
     "kv_cache": ["--repeats", 10**6],
     "ulysses_forward": ["--repeats", 10**6],
     "ring_attention": ["--repeats", 10**6],
+    "tp_ulysses": ["--repeats", 10**6],
     "ulysses_finetune": ["--steps", 10**6, "--check-steps", 0],
 }
 

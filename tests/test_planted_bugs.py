@@ -52,6 +52,7 @@ def arguments(script, odd_llama):
         "kv_cache": ["--model", "tiny", "--repeats", 0, "--new-tokens", 6],
         "ulysses_forward": ["--repeats", 0, "--batch-size", 3, "--seq-len", 23],
         "ring_attention": ["--repeats", 0, "--batch-size", 3, "--seq-len", 23],
+        "tp_ulysses": ["--repeats", 0, "--batch-size", 3, "--seq-len", 24],
         "ulysses_finetune": ["--batch-size", 2, "--seq-len", 23],
         "pipeline_threads": ["--batch-size", 5, "--seq-len", 19, "--repeats", 0],
         "pipeline_llama": ["--batch-size", 3, "--microbatches", 3, "--seq-len", 19],
@@ -180,14 +181,14 @@ BUGS = {
         "tp_llama", 2, "models.py", "        if parallelize:", "        if False:", "none whole",
     ),
     "no f in the model": (
-        "tp_llama", 2, "tp_llama.py", "tuple(copy_to_ranks(x, group) for x in args)", "args",
+        "tp_llama", 2, "tp_llama.py", "tuple(enter(x, group) for x in args)", "args",
         "grad",
     ),
     "no f in the model's attention": (
-        "tp_llama", 2, "tp_llama.py", 'copy_to_ranks(kwargs["hidden_states"], group)',
+        "tp_llama", 2, "tp_llama.py", 'enter(kwargs["hidden_states"], group)',
         'kwargs["hidden_states"]', "grad",
     ),
-    "no g in the model": ("tp_llama", 2, "tp_llama.py", "sum_over_ranks(y, group)", "y", "logits"),
+    "no g in the model": ("tp_llama", 2, "tp_llama.py", "leave(y, group)", "y", "logits"),
     "the model's biases count twice": (
         "tp_llama", 2, "tp_llama.py", "if rank != 0:", "if False:", "logits",
     ),
@@ -198,7 +199,7 @@ BUGS = {
     ),
     "no g behind the embedding": (
         "tp_llama", 2, "tp_llama.py",
-        "sum_over_ranks(rows, self.group)", "rows", "embeddings|bits",
+        "sum_over_ranks(self.part(ids), self.group)", "self.part(ids)", "embeddings|bits",
     ),
     "other ranks' rows are not blanked": (
         "tp_llama", 2, "tp_llama.py", "rows.masked_fill(elsewhere[..., None], 0)", "rows",
@@ -210,7 +211,8 @@ BUGS = {
     ),
     "no f before the LM head": (
         "tp_llama", 2, "tp_llama.py",
-        "head.register_forward_pre_hook(partial(f, group=group), with_kwargs=True)", "pass", "grad",
+        "head.register_forward_pre_hook(partial(f, enter=enter, group=group), with_kwargs=True)",
+        "pass", "grad",
     ),
     "log-sum-exp of this rank alone": (
         "tp_llama", 2, "tp_llama.py", "lse = everyone[:, 0].logsumexp(0)",
@@ -224,12 +226,12 @@ BUGS = {
         "loss: .*grad",
     ),
     "ignored labels count": (
-        "tp_llama", 2, "tp_llama.py", "count = valid.sum()",
-        "count = valid.numel() + 0 * valid.sum()", "loss",
+        "tp_llama", 2, "tp_llama.py", "count = (targets != ignore_index).sum()",
+        "count = (targets == targets).sum()", "loss",
     ),
     "labels are shifted twice": (
-        "tp_llama", 2, "tp_llama.py", "shift_labels).flatten()",
-        "shift_labels).roll(-1, 1).flatten()", "loss",
+        "tp_llama", 2, "tp_llama.py", "ignore_index, shift_labels)\n",
+        "ignore_index, shift_labels).roll(-1, 1)\n", "loss",
     ),
     "gathered logits in the wrong order": (
         "tp_llama", 2, "collectives.py", "pieces = zip(all_gather(padded, group), shares",
@@ -339,8 +341,8 @@ BUGS = {
         "grad",
     ),
     "keys and values change places": (
-        "ulysses_forward", 2, "ulysses_forward.py", "query, key, value = whole.view",
-        "query, value, key = whole.view", "logits",
+        "ulysses_forward", 2, "ulysses_forward.py", "query, key, value = to_heads",
+        "query, value, key = to_heads", "logits",
     ),
     "heads come back in another order": (
         "ulysses_forward", 2, "ulysses_forward.py", "torch.cat(pieces, dim=2).transpose",
@@ -966,7 +968,32 @@ BUGS = {
     ),
     "tokens keep the positions of contiguous shares": (
         "ring_attention", 2, "ulysses_forward.py", "mine(position_ids),",
-        "position_ids[:, slice(*shard_range(length, ranks, self.group.rank()))],", "logits",
+        "position_ids[:, slice(*shard_range(length, self.parts, self.group.rank()))],", "logits",
+    ),
+    "a norm's gradient is of this rank's tokens": (
+        "tp_ulysses --megatron-sp", 2, "tp_ulysses.py", "partial(all_reduce, group=group)",
+        "lambda grad: grad", "layernorm.weight grad|same bits",
+    ),
+    "a gather's gradient is one rank's": (
+        "tp_ulysses --megatron-sp", 2, "tp_ulysses.py", "return sum_of(grad, ctx.group), None",
+        "return grad.chunk(ctx.group.size(), 1)[ctx.group.rank()], None", "grad",
+    ),
+    "all ranks of a row take the same tokens": (
+        "tp_ulysses --megatron-sp", 2, "tp_ulysses.py", "(group.size(), -1))[:, group.rank()]",
+        "(group.size(), -1))[:, 0]", "logits",
+    ),
+    "gradients are added up along the wrong axis": (
+        "tp_ulysses --model random/small --num-layers 1", 4, "tp_ulysses.py",
+        'mesh["sp"], parallelize', 'mesh["tp"], parallelize', "grad",
+    ),
+    "a split sequence's loss is of other words": (
+        "tp_ulysses", 2, "tp_llama.py", "partial(sum_of_losses, rows=rows,",
+        "partial(sum_of_losses, rows=(rows[0] + 1, rows[1] + 1),", "loss",
+    ),
+    "neighbours deal out tokens backwards": (
+        "tp_ulysses --sequence usp --tp 1 --ulysses 2", 4, "tp_ulysses.py",
+        "self.inner.size(), self.inner.rank()))]",
+        "self.inner.size(), self.inner.size() - 1 - self.inner.rank()))]", "logits",
     ),
     "parts of a mean are averaged": (
         "data_parallel --strategy fsdp2", 2, "data_parallel.py", "(group.size() * part)",

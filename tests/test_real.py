@@ -30,7 +30,8 @@ JOBS = {
     **{f"ulysses_finetune {peft}": [*STEP, peft] for peft in ("prompt", "lora", "none")},
 }
 del JOBS["ulysses_finetune"]
-LONG = "dtensor_llama", "kv_cache", "ulysses_forward", "ring_attention", "pipeline_threads"
+LONG = ("dtensor_llama", "kv_cache", "ulysses_forward", "ring_attention", "tp_ulysses",
+        "pipeline_threads")  # fmt: skip
 WHOLE = "pipeline_threads", "data_parallel"  # each rank has the whole model there
 CASES = [("ulysses_finetune", "float32", 2)]  # as it is by default: with all memory techniques
 for i, job in enumerate(JOBS):

@@ -21,13 +21,14 @@ QUICK = {
     "kv_cache": ["--repeats", 1, "--new-tokens", 6],
     "ulysses_forward": ["--repeats", 1, "--new-tokens", 6],
     "ring_attention": ["--repeats", 1, "--new-tokens", 6],
+    "tp_ulysses": ["--repeats", 1, "--new-tokens", 6],
     "pipeline_threads": ["--batch-size", 5, "--seq-len", 19, "--repeats", 1],
     "pipeline_llama": ["--batch-size", 6, "--microbatches", 3, "--seq-len", 19],
     "data_parallel": ["--batch-size", 7, "--seq-len", 19, "--num-sequences", 19, "--epochs", 1],
     "tp_training": ["--seq-len", 19, "--iterations", 2],
     "pretrain_2d": ["--batch-size", 6, "--seq-len", 15, "--num-documents", 60, "--steps", 3],
 }
-WHOLE_MODEL = "tp_llama", "dtensor_llama", "ulysses_forward", "ring_attention"
+WHOLE_MODEL = "tp_llama", "dtensor_llama", "ulysses_forward", "ring_attention", "tp_ulysses"
 LITERAL = "tp_mlp", "tp_attention", "dtensor_llama"  # where the assignment asserts it
 DEEP = *WHOLE_MODEL, "ulysses_finetune"  # the gradients that they compare come through 5 layers
 

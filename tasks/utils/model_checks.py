@@ -54,11 +54,13 @@ def show_model(run, workload, parallelize, loss=own_loss, whole=("norm",), also=
         measure_memory(run, parallelize, batch[0], reduce)
 
 
-def show_sequence(run, workload, mesh, parallelize, formula):
+def show_sequence(run, workload, mesh, parallelize, formula, held=None, whole=("",)):
     """`show_model`, of a model whose tokens are split over a mesh's ranks, and further checks.
 
-    That is text by `.generate`, the hidden states of each rank's tokens, `model.tokens(S)`, and
-    bytes. formula(model, B, S): those of a layer, as `measure_bytes` takes it.
+    That is text by `.generate`, the hidden states of each rank's tokens, and bytes.
+    formula(model, B, S): those of a layer, as `measure_bytes` takes it. held(model, S): the tokens
+    whose hidden states a rank has, if not of `model.tokens(S)`. whole: see `show_model`; with "",
+    which is in every name, no weight is split.
     """
     run.mark = "S"
 
@@ -66,16 +68,17 @@ def show_sequence(run, workload, mesh, parallelize, formula):
         how, new_tokens = " by .generate", workload.new_tokens
         check_continuation(run, hf_generate, prompt, new_tokens, parallel, references, how)
         ids, (B, S) = batch[0], batch[0].shape
-        if run.world_size > S:  # it has been padded
+        if parallel.padded(S) != S:
             return
         tokens = parallel.tokens(S)
-        check_hidden_states(run, batch, parallel, references, tokens)
+        mine = held(parallel, S) if held else tokens
+        check_hidden_states(run, batch, parallel, references, mine)
         positions = torch.arange(S, device=ids.device)[None, tokens]
         inputs = ids[:, tokens], parallel.seen(S, device=ids.device), positions
         layers, expected = run.source.config.num_hidden_layers, formula(parallel, B, S)
         measure_bytes(run, lambda: parallel.model(*inputs)[0], layers, expected)
 
-    reduce, whole = partial(sum_gradients, mesh=mesh), ("",)  # in every name: no weight is split
+    reduce = partial(sum_gradients, mesh=mesh)
     show_model(run, workload, parallelize, whole=whole, also=also, reduce=reduce)
 
 
@@ -279,7 +282,7 @@ def check_own_loss(run, parallel, batch, edges, logits, value, loss):
 
 
 def check_hidden_states(run, batch, parallel, references, tokens):
-    """After every layer: of this rank's tokens, a slice, as the single-rank run has them."""
+    """After every layer: of this rank's tokens, as the single-rank run has them."""
     ids, mask, _ = batch
     real = mask[:, tokens, None]  # padding positions are ignored
 

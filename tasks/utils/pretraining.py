@@ -22,6 +22,7 @@ from utils.errors import UserError
 from utils.float64 import compute_in_float64
 from utils.measure import peak_memory_of_process
 from utils.model_checks import error_of_mean, mean_loss, plain_loss, token_losses
+from utils.shards import sides_of
 from utils.step_checks import check_copies, compare_gradients
 from utils.wider import WIDER, wider_copy
 
@@ -41,11 +42,7 @@ def make_mesh(run, dp=None, tp=None, batch_size=None):
         raise UserError(
             f"--share-gpus: gloo does not gather DTensors on a GPU: not --tp {tp}, but 1"
         )
-    tp = 1 if shared else tp
-    tp = tp or (max(1, P // dp) if dp else 2 - P % 2)
-    dp = dp or max(1, P // tp)
-    if dp * tp != P:
-        raise UserError(f"--dp {dp} times --tp {tp} is not {P}, the number of ranks")
+    dp, tp = sides_of(P, "dp", "tp", dp, 1 if shared else tp)
     if batch_size and batch_size % dp:
         raise UserError(f"--batch-size {batch_size}: not a multiple of --dp {dp}")
     run.print0(f"mesh: dp={dp} x tp={tp}")

@@ -47,6 +47,19 @@ def shard_heads(num_heads, num_kv_heads, ranks, rank):
     raise AssertionError(rank)
 
 
+def sides_of(P, outer, inner, rows=None, columns=None):
+    """(rows, columns) of P ranks as a mesh of the axes `outer` and `inner`; None: to be chosen.
+
+    Raises UserError where their product is not P.
+    """
+    columns = columns or (max(1, P // rows) if rows else 2 - P % 2)
+    rows = rows or max(1, P // columns)
+    if rows * columns != P:
+        raise UserError(f"--{outer} {rows} times --{inner} {columns} is not {P}, the number of "
+                        "ranks")  # fmt: skip
+    return rows, columns
+
+
 def balance(costs, stages):
     """Cut layers of these costs into consecutive stages, of which the dearest costs least.
 
@@ -151,20 +164,27 @@ def check_whole(model):
     """ValueError for what is no ordinary LlamaForCausalLM: it would lose a forward of its own."""
     if "save_pretrained" in vars(model):
         raise ValueError("this model is tensor-parallel already")
+    check_ordinary(model)
+
+
+def check_ordinary(model):
+    """ValueError for what is no ordinary LlamaForCausalLM, or has a plan."""
     if type(model).__name__ != "LlamaForCausalLM":
         raise ValueError(f"not an ordinary LlamaForCausalLM: {type(model).__name__}")
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        raise ValueError("weights are DTensors, which are not split by tokens here")
 
 
 def become(model, kind, group, name, attend):
     """Make a LlamaForCausalLM one of `kind`, whose layers call `attend`; it and they have `group`.
 
     name: of attend, in transformers' list. `model.before` are the configurations that it had, which
-    others may share. Raises ValueError as `check_whole` does, and UserError for RoPE that depends
-    on the length of the sequence.
+    others may share. Weights may be `keep_shard`'s slices. Raises ValueError as `check_ordinary`
+    does, and UserError for RoPE that depends on the length of the sequence.
     """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    check_whole(model)
+    check_ordinary(model)
     config = model.config
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     if (of_rope := rope.get("rope_type")) in ("dynamic", "longrope"):
@@ -180,6 +200,24 @@ def become(model, kind, group, name, attend):
     for layer in model.model.layers:
         layer.self_attn.group = group
     model.__class__, model.group = kind, group
+    model.parts, model.multiple = group.size(), 1  # see `SequenceParallelLlama.padded`
+
+
+def heads_of(model):
+    """A rank's query heads and KV heads, of a model that may be tensor-parallel."""
+    attention = model.model.layers[0].self_attn
+    both = attention.q_proj, attention.k_proj
+    return [projection.out_features // attention.head_dim for projection in both]
+
+
+def share_heads(model, group):
+    """Tell a model's layers which heads each rank of `group` attends with."""
+    ranks = range(group.size())
+    heads = [shard_heads(*heads_of(model), group.size(), rank)[:2] for rank in ranks]
+    (first, stop), (first_key, stop_key) = heads[group.rank()]
+    for attention in (layer.self_attn for layer in model.model.layers):
+        attention.heads = heads
+        attention.num_key_value_groups = (stop - first) // (stop_key - first_key)
 
 
 def refuse(arguments, *names):

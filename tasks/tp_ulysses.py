@@ -1,0 +1,302 @@
+"""Bonus: tensor x sequence parallelism, on a mesh of two axes.
+
+Of P = sp x tp ranks, those of one row share the weights of a Llama, as in Task 2; those of one
+column have the same part of them, and share the tokens. A rank (s, t) computes
+
+    ids (B, S) -> its S/sp tokens -> embedding rows V/tp -> g
+    layer:  norm -> f -> q, k, v of N/tp heads, (B, S/sp, (N + 2K)/tp, D)
+            -> along sp, by --sequence:
+               ulysses  all-to-all -> (B, S, (N + 2K)/(tp sp), D) -> attention -> all-to-all
+               ring     its own queries; keys and values travel (`ring_attention.py`)
+               usp      both: neighbours exchange heads, and are one of a ring (arXiv 2405.07719)
+            -> o_proj -> g -> + -> norm -> f -> MLP, F/tp units -> g -> +
+    -> norm -> f -> LM head, rows V/tp -> logits (B, S/sp, V/tp) -> loss from log-sum-exps
+
+Gradients of a column are parts of a sum: one all-reduce along sp, of a tp-th of the weights.
+
+`--megatron-sp` (arXiv 2205.05198): within a row, what Task 2 keeps whole between its blocks is
+split by tokens, too. An all-reduce is a reduce-scatter and an all-gather; norms come in between:
+
+                            Task 2                      --megatron-sp
+    norms, residual stream  (B, S/sp, H)                (B, S/(sp tp), H)
+    into a block            f: nothing; all-reduce      all-gather of tokens; reduce-scatter
+    out of it               g: all-reduce; nothing      reduce-scatter of tokens; all-gather
+    a norm's gradient       equal along tp              a sum over the tokens of all ranks
+
+(forward; backward), and as many bytes. Sequences are padded to a multiple of the ranks.
+
+    OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 4 tasks/tp_ulysses.py --tp 2 --sp 2
+
+checks what Task 4 checks against a single-rank run of the unmodified model: hidden states, logits,
+loss, gradients of the input embeddings and of all weights (batch of 2, left padding), text, bytes.
+"""
+
+import os
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+
+import ring_attention
+import ulysses_forward
+from ring_attention import Ring, RingLlama, ring_parallelize
+from tp_llama import tensor_parallelize
+from ulysses_forward import numbers, sequence_parallelize, to_heads, to_tokens
+from utils.collectives import all_gather, all_reduce, gather_shares, group_of_axis, subgroup
+from utils.errors import UserError
+from utils.flags import Workload, add_model_flags, make_parser, positive
+from utils.job import start
+from utils.model_checks import show_sequence
+from utils.shards import become, shard_range, share_heads, sides_of
+
+# ---------------------------------------------------------------- the technique: Megatron's tokens
+
+
+def whole_of(x, group):
+    """All tokens, (B, S, H), of each rank's (B, S/P, H)."""
+    return all_gather(x, group).transpose(0, 1).flatten(1, 2)
+
+
+def sum_of(x, group):
+    """This rank's tokens, (B, S/P, H), of the sum of all ranks' x, (B, S, H); a reduce-scatter.
+
+    It is sent all parts of its tokens, and adds them up. (gloo's own sends twice as much.)
+    """
+    pieces = x.unflatten(1, (group.size(), -1)).movedim(1, 0).contiguous()
+    parts = torch.empty_like(pieces)
+    dist.all_to_all_single(parts, pieces, group=group)
+    return parts.sum(0, dtype=torch.promote_types(x.dtype, torch.float32)).to(x.dtype)
+
+
+class GatherTokens(torch.autograd.Function):
+    """In front of column-parallel layers, in place of f: they need all tokens.
+
+            per rank        forward             backward
+    x       (B, S/P, H)     all-gather(x)       reduce-scatter(dy)
+
+    Every rank uses the whole for its own output units: its gradient is the sum over ranks.
+    """
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return whole_of(x, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        return sum_of(grad, ctx.group), None
+
+
+class ScatterSums(torch.autograd.Function):
+    """Behind row-parallel layers, in place of g: the conjugate of `GatherTokens`.
+
+            per rank        forward             backward
+    x       (B, S, H)       reduce-scatter(x)   all-gather(dy)
+    """
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return sum_of(x, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        return whole_of(grad, ctx.group), None
+
+
+class TakeTokens(torch.autograd.Function):
+    """This rank's tokens of what all have.
+
+            per rank        forward             backward
+    x       (B, S, H)       a slice             all-gather(dy)
+    """
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return x.unflatten(1, (group.size(), -1))[:, group.rank()].clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        return whole_of(grad, ctx.group), None
+
+
+BY_TOKENS = GatherTokens.apply, ScatterSums.apply  # for Task 2, in place of f and g
+
+
+def split_between_blocks(model, group):
+    """Besides the pair above: embeddings are split by tokens, and norms' gradients added up."""
+
+    def take_inputs(llama, args, kwargs):
+        ids, given = args[0] if args else kwargs.pop("input_ids"), kwargs.get("inputs_embeds")
+        if given is None:
+            mine = ScatterSums.apply(llama.embed_tokens.part(ids), group)
+        else:
+            mine = TakeTokens.apply(given, group)
+        return (None, *args[1:]), kwargs | {"inputs_embeds": mine}
+
+    def add_up(norm, args):  # once for each weight: on the meta device it is not yet the last one
+        if norm.weight.requires_grad and not hasattr(norm.weight, "added_up"):
+            norm.weight.added_up = norm.weight.register_hook(partial(all_reduce, group=group))
+
+    model.model.register_forward_pre_hook(take_inputs, with_kwargs=True)
+    for name, norm in model.named_modules():
+        if name.endswith("norm"):
+            norm.register_forward_pre_hook(add_up)
+
+
+# ---------------------------------------------------------------- the technique: USP
+
+
+def usp_attention(module, query, key, value, attention_mask, **kwargs):
+    """Shapes as `ulysses_attention`'s, among `module.inner`; attention_mask: `RingLlama.seen`."""
+    S, ring = attention_mask.shape[-1], module.group
+    first, stop = shard_range(S, ring.size(), ring.rank())
+    share = module.inner, module.heads, stop - first
+    query, key, value = to_heads(query, key, value, *share)
+    output, _ = ring_attention.ring_attention(module, query, key, value, attention_mask, **kwargs)
+    return to_tokens(output, *share), None
+
+
+class USPLlama(RingLlama):
+    """Takes and gives whole sequences; a ring's share of the tokens is `inner` ranks' together."""
+
+    def order(self, length):
+        return Ring(self.ring, length, self.zigzag).order()
+
+    def tokens(self, length):
+        mine = self.order(length)[slice(*shard_range(length, self.ring.size(), self.ring.rank()))]
+        return mine[slice(*shard_range(len(mine), self.inner.size(), self.inner.rank()))]
+
+    def whole(self, x, length):
+        first, stop = shard_range(length, self.ring.size(), self.ring.rank())
+        x = gather_shares(gather_shares(x, 1, stop - first, self.inner), 1, length, self.ring)
+        return x[:, self.order(length).argsort().to(x.device)]
+
+
+def usp_parallelize(model, mesh, ulysses, zigzag=True):
+    """Make a LlamaForCausalLM sequence-parallel by both, as `sequence_parallelize` does by one.
+
+    ulysses: how many neighbours exchange heads; each is in a ring with every so many'th rank.
+    """
+    group = group_of_axis(mesh)
+    rank, ranks = group.rank(), group.size()
+    first = rank // ulysses * ulysses
+    inner = subgroup(group, first, first + ulysses)
+    ring = subgroup(group, rank - first, ranks, ulysses)
+    become(model, USPLlama, group, "usp", usp_attention)
+    share_heads(model, inner)
+    for module in [model, *(layer.self_attn for layer in model.model.layers)]:
+        module.zigzag, module.inner = zigzag, inner
+    for layer in model.model.layers:
+        layer.self_attn.group = ring
+    model.ring = ring
+    return model
+
+
+def neighbours(ranks, keys, machine):
+    """How many of a sequence's ranks exchange heads: a KV head each, and on one machine.
+
+    (More would send KV heads twice, or all heads from machine to machine.) machine: ranks on one.
+    """
+    return max(u for u in range(1, ranks + 1) if ranks % u == 0 and u <= max(1, min(keys, machine)))
+
+
+# ---------------------------------------------------------------- the technique: both axes
+
+
+def combine(model, mesh, sequence="ulysses", megatron_sp=False, ulysses=1):
+    """Make a LlamaForCausalLM parallel in place on a mesh of the axes "sp" and "tp".
+
+    sequence: "ulysses", "ring" or "usp", the last with so many neighbours that exchange heads.
+    It is used as Task 4's: call `sum_gradients(..., mesh["sp"])` after the backward. Raises
+    UserError for more ranks of an axis than it has heads to share out.
+    """
+    tp, sp = mesh["tp"], mesh["sp"]
+    tensor_parallelize(model, tp, pair=BY_TOKENS if megatron_sp else None)
+    if sequence == "usp":
+        usp_parallelize(model, sp, ulysses)
+    else:
+        (ring_parallelize if sequence == "ring" else sequence_parallelize)(model, sp)
+    if megatron_sp:
+        split_between_blocks(model, group_of_axis(tp))
+        model.multiple = mesh.size()
+    return model
+
+
+# ---------------------------------------------------------------- what is shown with it
+
+
+def formula(model, B, S, mesh, sequence, megatron_sp):
+    """Bytes that a rank sends in one layer, forward and backward; the mean over its column."""
+    L, P, attention = len(model.model.layers), mesh["tp"].size(), model.model.layers[0].self_attn
+    if sequence == "ulysses":
+        sent = [ulysses_forward.formula(model, B, S)] * 2
+    elif sequence == "ring":
+        sent = ring_attention.formula(model, B, S)
+    else:
+        ring, inner = model.ring, model.inner
+        shares = [shard_range(S, ring.size(), rank) for rank in range(ring.size())]
+        exchange = partial(ulysses_forward.formula, model, B, group=inner)
+        exchanged = sum(exchange(stop - start) for start, stop in shares) / ring.size()
+        keys = sum(numbers(inner, attention.heads, S)[2]) / inner.size()
+        sent = [exchanged + of for of in ring_attention.formula(model, B, S, ring, keys)]
+    e, H = model.dtype.itemsize, model.config.hidden_size
+    half = (P - 1) / P * B * S / mesh["sp"].size() * H * e  # of an all-reduce
+    # Two blocks a layer, and the embedding; backward, what is summed of weights, too.
+    forward, backward = (4 * L + 1, 4 * L + 1) if megatron_sp else (4 * L + 2, 4 * L)
+    weights = megatron_sp * (2 + 1 / L) * 2 * (P - 1) / P * H * e
+    if holders := getattr(attention.k_proj, "holders", None):  # of one KV head
+        weights += 4 * (holders.size() - 1) / holders.size() * attention.head_dim * H * e
+    return sent[0] + forward / L * half, sent[1] + backward / L * half + weights
+
+
+def main():
+    parser = add_model_flags(make_parser(__doc__))
+    add = parser.add_argument
+    add("--sp", type=positive, help="rows of the mesh; default the ranks / tp")
+    add("--tp", type=positive, help="columns; default the ranks / sp, or 2 of an even number")
+    add("--sequence", choices=["ulysses", "ring", "usp"], default="ulysses", help="how attention "
+        "sees all tokens; default ulysses")  # fmt: skip
+    add("--ulysses", type=positive, help="of usp: neighbours that exchange heads, which divide sp; "
+        "default by KV heads and machines")  # fmt: skip
+    add("--megatron-sp", action="store_true", help="along tp, split norms by tokens; default no")
+    start(parser.parse_args(), show)
+
+
+def show(run, args):
+    """All checks of the model, its text, bytes, time and memory."""
+    sp, tp = sides_of(run.world_size, "sp", "tp", args.sp, args.tp)
+    run.print0(f"mesh: sp={sp} x tp={tp}")
+    mesh, u = run.rectangle("sp", "tp", tp), 1
+    if args.sequence == "usp":
+        keys = max(1, run.source.config.num_key_value_heads // tp)
+        machine = int(os.environ.get("LOCAL_WORLD_SIZE", run.world_size)) // tp
+        u = args.ulysses or neighbours(sp, keys, machine)
+        if sp % u:
+            raise UserError(f"--ulysses {u}: does not divide --sp {sp}")
+        run.print0(f"sequence: {u} neighbours exchange heads, in rings of {sp // u} (sp {sp}, "
+                   f"{keys} KV heads of a rank, {machine} of these on a machine)")  # fmt: skip
+    elif args.ulysses:
+        raise UserError(f"--ulysses: not with --sequence {args.sequence}")
+    parallelize = partial(combine, mesh=mesh, sequence=args.sequence,
+                          megatron_sp=args.megatron_sp, ulysses=u)  # fmt: skip
+
+    def bytes_of(model, B, S):
+        mine = formula(model, B, S, mesh, args.sequence, args.megatron_sp)
+        return tuple(sum(of) / run.world_size for of in zip(*run.gather_objects(mine), strict=True))
+
+    def held(model, S):
+        mine = torch.arange(S)[model.tokens(S)]
+        return mine.view(tp, -1)[mesh["tp"].get_local_rank()] if args.megatron_sp else mine
+
+    whole = "norm" if tp > 1 else ""
+    show_sequence(run, Workload.of(args), mesh["sp"], parallelize, bytes_of, held, (whole,))
+
+
+if __name__ == "__main__":
+    main()
