@@ -15,6 +15,7 @@ STEP = [
     ("what three steps change", ": changes by 3 steps$"),
 ]  # fmt: skip
 TOKENS = "generated tokens, 10, by a forward each", "^generated tokens$"
+PACKED = "several documents in a sequence: loss and its gradients", "^packed documents"
 TASK = {
     # script: (title, ranks, more flags, [(claim, regular expression of its checks' names)])
     "tp_mlp": ("Part 1", 4, [], [
@@ -78,13 +79,13 @@ TASK = {
         *STEP, ("the bits of one microbatch after another", "one microbatch after another"),
     ]),
     "ulysses_forward": ("Task 4", 2, [], [
-        ("hidden states of every layer", "^hidden states"), *MODEL, TOKENS,
+        ("hidden states of every layer", "^hidden states"), *MODEL, TOKENS, PACKED,
     ]),
     "ring_attention": ("Ring", 2, [], [
-        ("hidden states of every layer", "^hidden states"), *MODEL, TOKENS,
+        ("hidden states of every layer", "^hidden states"), *MODEL, TOKENS, PACKED,
     ]),
     "tp_ulysses": ("TP x Ulysses", 4, ["--tp", "2", "--sp", "2"], [
-        ("hidden states of every layer", "^hidden states"), *MODEL, TOKENS,
+        ("hidden states of every layer", "^hidden states"), *MODEL, TOKENS, PACKED,
     ]),
     "ulysses_finetune": ("Task 5", 2, [], [
         ("losses beside plain PEFT, three steps", "^losses$"),

@@ -42,7 +42,7 @@ from utils.collectives import exchange, group_of_axis
 from utils.flags import Workload, add_model_flags, make_parser
 from utils.job import start
 from utils.kernels import attend, attend_backward, bias_of
-from utils.model_checks import show_sequence
+from utils.sequence_checks import show_sequence
 from utils.shards import become, heads_of, shard_range
 
 # ---------------------------------------------------------------- the technique: who has what, when
@@ -54,11 +54,14 @@ class Ring:
     The sequence is cut into chunks, numbered in its order. Chunk r is rank r's; with `zigzag` there
     are 2P of them, and chunk 2P-1-r is rank r's, too. Queries see all keys of earlier chunks, and
     in their own those that are not later. A hop is from rank r to r+1, or, with `zigzag`, to r-1:
-    so all ranks on the way to the last that needs a chunk need it themselves.
+    so all ranks on the way to the last that needs a chunk need it themselves. (Of one document. Of
+    several, a chunk goes no further than to the last that has queries of its documents.)
     """
 
     def __init__(self, group, length, zigzag, real=None):
-        """length: tokens of the sequence, P or more. real: (B, S), which of them are no padding."""
+        """length: tokens of the sequence, P or more. real: (B, S), which of them are no padding;
+        or, of whole numbers, each one's document, see `documents_of`.
+        """
         self.group, self.P, self.rank = group, group.size(), group.rank()
         self.zigzag, self.real = zigzag, real
         shares = (shard_range(length, self.P, rank) for rank in range(self.P))
@@ -67,6 +70,14 @@ class Ring:
             sizes = [-(-n // 2) for n in sizes] + [n // 2 for n in reversed(sizes)]
         stops = accumulate(sizes)
         self.tokens = [slice(stop - n, stop) for stop, n in zip(stops, sizes, strict=True)]
+        self.packed = real is not None and real.dtype == torch.long
+        edges = [[min(part.start, length - 1), part.stop - 1] for part in self.tokens]
+        self.ends = real[:, edges].tolist() if self.packed else [[[0, 0]] * len(edges)]
+        every = range(len(sizes))
+        owner = [min(c, len(sizes) - 1 - c) if zigzag else -c for c in every]
+        self.last_hop = [  # of a chunk's: on which it comes to the last rank that needs it
+            max((owner[c] - owner[i]) % self.P for i in every if self.needs(i, c)) for c in every
+        ]
 
     def size(self, chunk):
         return self.tokens[chunk].stop - self.tokens[chunk].start
@@ -85,13 +96,14 @@ class Ring:
         """The rank so many hops further on; of a negative number, back."""
         return (rank - hops if self.zigzag else rank + hops) % self.P
 
-    def last_hop(self, chunk):
-        """On which it comes to the last rank that has queries behind it."""
-        return min(self.P, len(self.tokens) - chunk) - 1
+    def needs(self, i, j):
+        """Whether queries of chunk i see keys of chunk j."""
+        together = any(ends[j][1] == ends[i][0] for ends in self.ends)  # in a document
+        return i == j or (i > j and self.size(i) > 0 and together)
 
     def here(self, rank, hop):
         """The chunks of keys and values that a rank has after so many hops."""
-        return [c for c in self.chunks(self.along(rank, -hop)) if self.last_hop(c) >= hop]
+        return [c for c in self.chunks(self.along(rank, -hop)) if self.last_hop[c] >= hop]
 
     def split(self, x):
         """This rank's tokens, (B, heads, S/P, ...): {chunk: (B, heads, tokens, ...)}."""
@@ -103,6 +115,10 @@ class Ring:
         if self.real is None:
             return None
         seen = self.real[:, None, None, self.tokens[j]]
+        if self.packed:
+            if all(ends[j][0] == ends[i][1] for ends in self.ends):  # all of one document
+                return None
+            seen = self.real[:, None, self.tokens[i], None] == seen
         if i == j:
             causal = seen.new_ones(self.size(i), self.size(i)).tril()
             seen = (seen | causal.mT) & causal  # padding sees itself, for a query needs a key
@@ -115,13 +131,13 @@ class Ring:
         of gradients, their dtype: the last rank on a chunk's way sends it home, to the first.
         """
         onward, back = self.along(self.rank, 1), self.along(self.rank, -1)
-        sends = [(x, onward) for chunk, x in leaving.items() if self.last_hop(chunk) > hop]
-        comes = {chunk: back for chunk in self.here(back, hop) if self.last_hop(chunk) > hop}
+        sends = [(x, onward) for chunk, x in leaving.items() if self.last_hop[chunk] > hop]
+        comes = {chunk: back for chunk in self.here(back, hop) if self.last_hop[chunk] > hop}
         if home:
             first, last = self.along(self.rank, -hop), self.along(self.rank, hop)
-            sends += [(x, first) for chunk, x in leaving.items() if self.last_hop(chunk) == hop]
+            sends += [(x, first) for chunk, x in leaving.items() if self.last_hop[chunk] == hop]
             mine = self.chunks(self.rank)
-            comes |= {chunk: last for chunk in mine if self.last_hop(chunk) == hop}
+            comes |= {chunk: last for chunk in mine if self.last_hop[chunk] == hop}
         shape, of = (2, *k.shape[:2]), dict(dtype=home or k.dtype)
         coming = {c: k.new_empty(*shape, self.size(c), k.shape[3], **of) for c in comes}
         receives = [(coming[chunk], source) for chunk, source in comes.items()]
@@ -150,7 +166,8 @@ def travel(ring, k, v):
     here = {chunk: torch.stack([keys[chunk], values[chunk]]) for chunk in keys}
     for hop in range(ring.P):
         coming, wait = ring.pass_on(hop, here, k)
-        yield hop, [(i, j) for j in sorted(here, reverse=True) for i in keys if j <= i], here
+        pairs = [(i, j) for j in sorted(here, reverse=True) for i in keys if ring.needs(i, j)]
+        yield hop, pairs, here
         wait()
         here = coming
 
@@ -228,8 +245,8 @@ class RingAttention(torch.autograd.Function):
 def ring_attention(module, query, key, value, attention_mask, dropout=0.0, **kwargs):
     """Attention of this rank's tokens to all; query (B, N, S/P, D), key and value (B, K, S/P, D).
 
-    attention_mask: see `RingLlama.seen`. Returns (B, S/P, N, D) and None, as Hugging Face wants it.
-    Raises ValueError for dropout.
+    attention_mask: see `RingLlama.seen`, or documents, (B, 1, 1, S). Returns (B, S/P, N, D) and
+    None, as Hugging Face wants it. Raises ValueError for dropout.
     """
     if dropout:
         raise ValueError("attention dropout: not in a ring")
@@ -277,7 +294,7 @@ def ring_parallelize(model, mesh, zigzag=True):
 def formula(model, B, S, group=None, keys=None):
     """Bytes that a rank, of so many KV heads, sends in one layer, forward and backward; means."""
     ring, dtype = Ring(group or model.group, S, model.zigzag), model.dtype
-    hops = sum(ring.size(chunk) * ring.last_hop(chunk) for chunk in range(len(ring.tokens)))
+    hops = sum(ring.size(chunk) * ring.last_hop[chunk] for chunk in range(len(ring.tokens)))
     keys = keys or heads_of(model)[1]
     numbers = 2 * B * hops / ring.P * keys * model.config.head_dim
     wide = torch.promote_types(dtype, torch.float32)

@@ -47,7 +47,7 @@ from utils.collectives import all_gather, all_reduce, gather_shares, group_of_ax
 from utils.errors import UserError
 from utils.flags import Workload, add_model_flags, make_parser, positive
 from utils.job import start
-from utils.model_checks import show_sequence
+from utils.sequence_checks import show_sequence
 from utils.shards import become, shard_range, share_heads, sides_of
 
 # ---------------------------------------------------------------- the technique: Megatron's tokens

@@ -36,7 +36,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from utils.collectives import gather_shares, group_of_axis, sum_over_ranks
 from utils.flags import Workload, add_model_flags, make_parser
 from utils.job import start
-from utils.model_checks import show_sequence
+from utils.sequence_checks import show_sequence
 from utils.shards import become, check_ids, next_tokens, refuse, shard_range, share_heads
 
 # ---------------------------------------------------------------- the technique
@@ -79,10 +79,28 @@ def ulysses_attention(module, query, key, value, attention_mask, **kwargs):
     assert attention_mask is not None, "model.model needs attention_mask=sequence_mask(S)"
     share = module.group, module.heads, attention_mask.shape[-1]
     query, key, value = to_heads(query, key, value, *share)
-    mask = attention_mask if attention_mask.shape[2] > 1 else None  # None: causal
-    attend = ALL_ATTENTION_FUNCTIONS["sdpa"]
-    output, _ = attend(module, query, key, value, mask, **kwargs)  # (B, S, n, D)
+    attend = partial(ALL_ATTENTION_FUNCTIONS["sdpa"], module, **kwargs)
+    if attention_mask.dtype == torch.long:
+        output = by_documents(attend, query, key, value, attention_mask[:, 0, 0])
+    else:
+        mask = attention_mask if attention_mask.shape[2] > 1 else None  # None: causal
+        output, _ = attend(query, key, value, attention_mask=mask)  # (B, S, n, D)
     return to_tokens(output, *share), None
+
+
+def documents_of(position_ids):
+    """The number of each token's document, (B, S), of several in a row: where positions jump."""
+    return (position_ids.diff(prepend=position_ids[:, :1] - 1) != 1).cumsum(1)
+
+
+def by_documents(attend, query, key, value, documents):
+    """Causal attention inside each document, a call for each; documents: (B, S)."""
+    outputs = []
+    for row, *parts in zip(documents, query[:, None], key[:, None], value[:, None], strict=True):
+        sizes = row.unique_consecutive(return_counts=True)[1].tolist()
+        pieces = zip(*(x.split(sizes, dim=2) for x in parts), strict=True)
+        outputs.append(torch.cat([attend(*piece, attention_mask=None)[0] for piece in pieces], 1))
+    return torch.cat(outputs)
 
 
 def numbers(group, heads, S):
@@ -167,6 +185,9 @@ class SequenceParallelLlama(LlamaForCausalLM):
     ):  # fmt: skip
         """As LlamaForCausalLM's, without a KV cache. All ranks are given the same, (B, S, ...).
 
+        Without attention_mask, position_ids that jump are those of packed documents: tokens attend
+        inside their own. Labels at their borders are the caller's.
+
         Logits come out whole, gathered from the ranks, unless `labels` are given: then
         `output.logits` is this rank's (B, S/P, V), and the loss, a sum over all ranks' tokens
         divided by the number of all valid labels, is the same on every rank. Backward, each rank
@@ -178,8 +199,6 @@ class SequenceParallelLlama(LlamaForCausalLM):
             raise ValueError("past_key_values: there is no KV cache under sequence parallelism")
         if attention_mask is not None and attention_mask.dim() != 2:
             raise ValueError("attention_mask must be (B, S)")
-        if attention_mask is None and position_ids is not None and (position_ids.diff() != 1).any():
-            raise ValueError("position_ids that jump are packed sequences, which are not supported")
         ids = input_ids if inputs_embeds is None else inputs_embeds
         if inputs_embeds is None:
             check_ids(ids, self.config.vocab_size)  # on all ranks, so that all raise
@@ -198,8 +217,12 @@ class SequenceParallelLlama(LlamaForCausalLM):
             position_ids = torch.arange(S, device=ids.device)[None]
         if attention_mask is not None:
             attention_mask = F.pad(attention_mask, (0, length - S), value=1)
+        seen = self.seen(length, attention_mask, ids.device)
+        if attention_mask is None and (position_ids.diff() != 1).any():
+            padded = F.pad(position_ids, (0, length - S)).expand(len(ids), -1)
+            seen = documents_of(padded)[:, None, None]
         output = super().forward(
-            mine(input_ids), self.seen(length, attention_mask, ids.device), mine(position_ids),
+            mine(input_ids), seen, mine(position_ids),
             inputs_embeds=mine(inputs_embeds), use_cache=False, return_dict=True, **kwargs,
         )  # fmt: skip
         if labels is None:

@@ -970,6 +970,22 @@ BUGS = {
         "ring_attention", 2, "ulysses_forward.py", "mine(position_ids),",
         "position_ids[:, slice(*shard_range(length, self.parts, self.group.rank()))],", "logits",
     ),
+    "packed documents see each other": (
+        "ulysses_forward", 2, "ulysses_forward.py", "attention_mask.dtype == torch.long",
+        "attention_mask.dtype == torch.short", "packed documents",
+    ),
+    "a packed document sees those before it": (
+        "ring_attention", 3, "ring_attention.py", "self.tokens[i], None] == seen",
+        "self.tokens[i], None] >= seen", "packed documents",
+    ),
+    "a packed document's block is taken for one without a border": (
+        "ring_attention", 2, "ring_attention.py", "ends[j][0] == ends[i][1]",
+        "ends[j][1] == ends[i][1]", "packed documents",
+    ),
+    "a packed document's keys stop a hop too early": (
+        "ring_attention --layout contiguous", 3, "ring_attention.py",
+        "any(ends[j][1] == ends[i][0] for", "any(ends[j][0] == ends[i][0] for", "packed documents",
+    ),
     "a norm's gradient is of this rank's tokens": (
         "tp_ulysses --megatron-sp", 2, "tp_ulysses.py", "partial(all_reduce, group=group)",
         "lambda grad: grad", "layernorm.weight grad|same bits",

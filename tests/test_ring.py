@@ -63,6 +63,37 @@ def test_who_has_what(P, zigzag):
             assert most == pytest.approx(1 if zigzag else 2 - 1 / P)
 
 
+@pytest.mark.parametrize("zigzag", [True, False])
+@pytest.mark.parametrize("P", [1, 2, 3, 4])
+def test_documents(P, zigzag):
+    """Each query meets all keys of its document; other blocks are left out, and not waited for."""
+    length = 60
+    for starts in ([0], [0, 30], [0, 7, 8, 59], range(0, 60, 5), range(60)):
+        places = torch.arange(length)
+        documents = torch.stack([(places >= start) for start in starts]).sum(0)[None]
+        groups = [SimpleNamespace(size=lambda: P, rank=lambda r=r: r) for r in range(P)]
+        every, met = [Ring(group, length, zigzag, documents) for group in groups], []
+        for ring in every:
+            mine = ring.chunks(ring.rank)
+            for hop in range(P):
+                here = ring.here(ring.rank, hop)
+                met += [(i, j) for i, j in product(mine, here) if ring.needs(i, j)]
+        assert len(set(met)) == len(met)
+        seen = torch.zeros(length, length, dtype=torch.bool)
+        for i, j in met:
+            bias = every[0].bias(i, j, torch.zeros(()))
+            block = torch.ones(1) if bias is None else bias[0, 0] == 0
+            seen[ring.tokens[i], ring.tokens[j]] = block.bool()
+        wanted = (documents.mT == documents).tril()
+        assert torch.equal(seen.tril(), wanted), (starts, P)
+        chunks = range(len(ring.tokens))
+        needed = {(i, j) for i, j in product(chunks, repeat=2)
+                  if wanted[ring.tokens[i], ring.tokens[j]].any()}  # fmt: skip
+        assert set(met) == needed
+        if len(starts) == length:
+            assert not any(ring.last_hop)  # nothing is sent
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_blocks(dtype):
     """Keys in two parts, some hidden: outputs merge into those of all, gradients add up to them."""

@@ -420,7 +420,10 @@ if __name__ == "__main__":
         assert again.config.architectures == ["LlamaForCausalLM"] and again.config.use_cache
         assert again.generation_config.use_cache == whole.generation_config.use_cache
         assert torch.equal(again.float()(ids).logits, whole(ids).logits)
-    packed = torch.cat([torch.arange(3), torch.arange(ids.shape[1] - 3)])[None]
+    packed = torch.cat([torch.arange(3), torch.arange(ids.shape[1] - 3)])[None]  # two documents
+    apart = [whole(part).logits for part in (ids[:, :3], ids[:, 3:])]
+    near = dict(rtol=0, atol=1e-4)
+    torch.testing.assert_close(model(ids, position_ids=packed).logits, torch.cat(apart, 1), **near)
     beyond = ids.clone()
     beyond[0, -1] = whole.config.vocab_size
     for wrong in (
@@ -428,7 +431,6 @@ if __name__ == "__main__":
         dict(input_ids=beyond),
         dict(labels=beyond),
         dict(past_key_values=whole(ids, use_cache=True).past_key_values),
-        dict(position_ids=packed),  # Hugging Face takes these for two sequences
         dict(logits_to_keep=torch.tensor([0, 1])),
         dict(shift_labels=ids),
         dict(ignore_index=7),

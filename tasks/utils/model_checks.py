@@ -4,15 +4,13 @@ The reference is always the unmodified model, run by rank 0 alone on the same we
 """
 
 import math
-from functools import partial
 
 import torch
 import torch.nn.functional as F
 
-from utils.collectives import sum_gradients
 from utils.errors import UserError
-from utils.generation import check_continuation, encode_prompts, hf_generate, recompute
-from utils.measure import measure_bytes, measure_memory, measure_time
+from utils.generation import check_continuation, encode_prompts, recompute
+from utils.measure import measure_memory, measure_time
 from utils.shards import shard_of
 from utils.tolerance import LIMITS
 from utils.wider import wider_copy
@@ -52,34 +50,6 @@ def show_model(run, workload, parallelize, loss=own_loss, whole=("norm",), also=
         measure_time(run, reference, parallel, batch[0], workload.repeats, reduce)
         del reference, parallel
         measure_memory(run, parallelize, batch[0], reduce)
-
-
-def show_sequence(run, workload, mesh, parallelize, formula, held=None, whole=("",)):
-    """`show_model`, of a model whose tokens are split over a mesh's ranks, and further checks.
-
-    That is text by `.generate`, the hidden states of each rank's tokens, and bytes.
-    formula(model, B, S): those of a layer, as `measure_bytes` takes it. held(model, S): the tokens
-    whose hidden states a rank has, if not of `model.tokens(S)`. whole: see `show_model`; with "",
-    which is in every name, no weight is split.
-    """
-    run.mark = "S"
-
-    def also(prompt, batch, parallel, references):
-        how, new_tokens = " by .generate", workload.new_tokens
-        check_continuation(run, hf_generate, prompt, new_tokens, parallel, references, how)
-        ids, (B, S) = batch[0], batch[0].shape
-        if parallel.padded(S) != S:
-            return
-        tokens = parallel.tokens(S)
-        mine = held(parallel, S) if held else tokens
-        check_hidden_states(run, batch, parallel, references, mine)
-        positions = torch.arange(S, device=ids.device)[None, tokens]
-        inputs = ids[:, tokens], parallel.seen(S, device=ids.device), positions
-        layers, expected = run.source.config.num_hidden_layers, formula(parallel, B, S)
-        measure_bytes(run, lambda: parallel.model(*inputs)[0], layers, expected)
-
-    reduce = partial(sum_gradients, mesh=mesh)
-    show_model(run, workload, parallelize, whole=whole, also=also, reduce=reduce)
 
 
 def make_batch(run, batch_size, seq_len, text=TEXT):
@@ -279,23 +249,6 @@ def check_own_loss(run, parallel, batch, edges, logits, value, loss):
         rounding = 4 * torch.finfo(actual.dtype).eps * largest
         run.compare("loss, of its own logits", [(actual, of_logits)], rounding)
     run.check("loss, of its own logits")
-
-
-def check_hidden_states(run, batch, parallel, references, tokens):
-    """After every layer: of this rank's tokens, as the single-rank run has them."""
-    ids, mask, _ = batch
-    real = mask[:, tokens, None]  # padding positions are ignored
-
-    @torch.no_grad()
-    def hidden_states(model):
-        return model(ids, attention_mask=mask, output_hidden_states=True).hidden_states
-
-    expected = run.expect(hidden_states, references)
-    pairs = [
-        (h * real, *(e[:, tokens] * real for e in es))
-        for h, es in zip(hidden_states(parallel), expected, strict=True)
-    ]
-    run.check("hidden states of this rank's tokens", pairs)
 
 
 def train(model, loss, batch, optimizer, steps):
