@@ -28,10 +28,10 @@ def test_number_of_parameters(model, odd_llama):
     assert Work(source.config, 8).parameters() == number_of_parameters(source)
 
 
-def check(tmp_path, *flags, nproc=2, files=FILES):
+def check(tmp_path, *flags, nproc=2, files=FILES, **more):
     path = tmp_path / "record.json"
     words = [*SMALL, *flags, "--json", path]
-    return launch.torchrun(files / "estimate_check.py", *words, nproc=nproc), path
+    return launch.torchrun(files / "estimate_check.py", *words, nproc=nproc, **more), path
 
 
 def test_peaks(tmp_path):
@@ -52,8 +52,10 @@ def test_peaks(tmp_path):
 ])  # fmt: skip
 def test_all_peaks(flags, nproc, tmp_path):
     """Three ranks share neither heads nor words nor tokens evenly."""
-    result, path = check(tmp_path, *flags, nproc=nproc)
+    result, path = check(tmp_path, *flags, nproc=nproc, timeout=1500)
     assert result.code == 0 and result.out.count("Tests passed") == nproc, result.tail()
+    compared = [one["name"] for one in json.loads(path.read_text())["checks"]]
+    assert any("peak of process" in name for name in compared), compared  # they were large enough
     if "--technique" not in flags:
         assert set(json.loads(path.read_text())["results"]["techniques"]) == set(BUILD)
 
