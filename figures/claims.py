@@ -15,7 +15,7 @@ STEP = [
     ("what three steps change", ": changes by 3 steps$"),
 ]  # fmt: skip
 TOKENS = "generated tokens, 10, by a forward each", "^generated tokens$"
-PACKED = "several documents in a sequence: loss and its gradients", "^packed documents"
+PACKED = "several documents in a sequence: loss, some gradients", "^packed documents"
 TASK = {
     # script: (title, ranks, more flags, [(claim, regular expression of its checks' names)])
     "tp_mlp": ("Part 1", 4, [], [

@@ -48,7 +48,7 @@ from utils.errors import UserError
 from utils.flags import Workload, add_model_flags, make_parser, positive
 from utils.job import start
 from utils.sequence_checks import show_sequence
-from utils.shards import become, shard_range, share_heads, sides_of
+from utils.shards import become, shard_heads, shard_range, share_heads, sides_of
 
 # ---------------------------------------------------------------- the technique: Megatron's tokens
 
@@ -132,14 +132,16 @@ def split_between_blocks(model, group):
     """Besides the pair above: embeddings are split by tokens, and norms' gradients added up."""
 
     def take_inputs(llama, args, kwargs):
-        ids, given = args[0] if args else kwargs.pop("input_ids"), kwargs.get("inputs_embeds")
-        if given is None:
+        ids, given = args[0] if args else kwargs.pop("input_ids", None), kwargs.get("inputs_embeds")
+        if given is None:  # the words' sum and the tokens' scatter in one
             mine = ScatterSums.apply(llama.embed_tokens.part(ids), group)
         else:
             mine = TakeTokens.apply(given, group)
         return (None, *args[1:]), kwargs | {"inputs_embeds": mine}
 
-    def add_up(norm, args):  # once for each weight: on the meta device it is not yet the last one
+    # A gradient's hook goes with its weight, which is another when the meta device is left: so the
+    # first forward adds it.
+    def add_up(norm, args):
         if norm.weight.requires_grad and not hasattr(norm.weight, "added_up"):
             norm.weight.added_up = norm.weight.register_hook(partial(all_reduce, group=group))
 
@@ -181,7 +183,9 @@ class USPLlama(RingLlama):
 def usp_parallelize(model, mesh, ulysses, zigzag=True):
     """Make a LlamaForCausalLM sequence-parallel by both, as `sequence_parallelize` does by one.
 
-    ulysses: how many neighbours exchange heads; each is in a ring with every so many'th rank.
+    ulysses: how many neighbours exchange heads; each is in a ring with every so many'th rank. Of 4
+    ranks and 2 neighbours 0 and 1, 2 and 3 exchange heads; 0 and 2, 1 and 3 are rings, of which the
+    ranks 0 and 1 hold the first one's tokens together.
     """
     group = group_of_axis(mesh)
     rank, ranks = group.rank(), group.size()
@@ -209,22 +213,33 @@ def neighbours(ranks, keys, machine):
 # ---------------------------------------------------------------- the technique: both axes
 
 
-def combine(model, mesh, sequence="ulysses", megatron_sp=False, ulysses=1):
+def combine(model, mesh, sequence="ulysses", megatron_sp=False, ulysses=1, zigzag=True):
     """Make a LlamaForCausalLM parallel in place on a mesh of the axes "sp" and "tp".
 
-    sequence: "ulysses", "ring" or "usp", the last with so many neighbours that exchange heads.
-    It is used as Task 4's: call `sum_gradients(..., mesh["sp"])` after the backward. Raises
-    UserError for more ranks of an axis than it has heads to share out.
+    sequence: "ulysses", "ring" or "usp", the last with so many neighbours that exchange heads;
+    zigzag: of rings.
+    It is used as Task 4's: call `sum_gradients(..., mesh["sp"])` after the backward. Raises, on all
+    ranks, UserError for more ranks of an axis than it has heads to share out.
     """
-    tp, sp = mesh["tp"], mesh["sp"]
+    tp, sp, N = mesh["tp"], mesh["sp"], model.config.num_attention_heads
+    exchange = {"ulysses": sp.size(), "ring": 1, "usp": ulysses}[sequence]
+    K, ranks = model.config.num_key_value_heads, range(tp.size())
+    shares = (shard_heads(N, K, tp.size(), rank)[0] for rank in ranks)
+    if exchange > (heads := min(stop - first for first, stop in shares)):
+        raise UserError(f"{heads} query heads of a rank ({N} over tp {tp.size()}) for {exchange} "
+                        "ranks that exchange heads: fewer of these, or a ring")  # fmt: skip
+    if sp.size() % exchange:
+        raise UserError(f"--ulysses {ulysses}: does not divide --sp {sp.size()}")
     tensor_parallelize(model, tp, pair=BY_TOKENS if megatron_sp else None)
     if sequence == "usp":
-        usp_parallelize(model, sp, ulysses)
+        usp_parallelize(model, sp, ulysses, zigzag)
+    elif sequence == "ring":
+        ring_parallelize(model, sp, zigzag)
     else:
-        (ring_parallelize if sequence == "ring" else sequence_parallelize)(model, sp)
+        sequence_parallelize(model, sp)
     if megatron_sp:
         split_between_blocks(model, group_of_axis(tp))
-        model.multiple = mesh.size()
+        model.multiple = sp.size() * tp.size()
     return model
 
 
@@ -277,8 +292,6 @@ def show(run, args):
         keys = max(1, run.source.config.num_key_value_heads // tp)
         machine = int(os.environ.get("LOCAL_WORLD_SIZE", run.world_size)) // tp
         u = args.ulysses or neighbours(sp, keys, machine)
-        if sp % u:
-            raise UserError(f"--ulysses {u}: does not divide --sp {sp}")
         run.print0(f"sequence: {u} neighbours exchange heads, in rings of {sp // u} (sp {sp}, "
                    f"{keys} KV heads of a rank, {machine} of these on a machine)")  # fmt: skip
     elif args.ulysses:

@@ -185,8 +185,9 @@ class SequenceParallelLlama(LlamaForCausalLM):
     ):  # fmt: skip
         """As LlamaForCausalLM's, without a KV cache. All ranks are given the same, (B, S, ...).
 
-        Without attention_mask, position_ids that jump are those of packed documents: tokens attend
-        inside their own. Labels at their borders are the caller's.
+        Without attention_mask, position_ids that jump are those of packed documents, as in
+        transformers 5 with use_cache=False: tokens attend inside their own. Labels at their borders
+        are the caller's.
 
         Logits come out whole, gathered from the ranks, unless `labels` are given: then
         `output.logits` is this rank's (B, S/P, V), and the loss, a sum over all ranks' tokens
@@ -213,12 +214,12 @@ class SequenceParallelLlama(LlamaForCausalLM):
                 return None
             return F.pad(x, (0, 0) * (x.dim() - 2) + (0, length - S), value=value)[:, tokens]
 
-        if position_ids is None:
-            position_ids = torch.arange(S, device=ids.device)[None]
         if attention_mask is not None:
             attention_mask = F.pad(attention_mask, (0, length - S), value=1)
         seen = self.seen(length, attention_mask, ids.device)
-        if attention_mask is None and (position_ids.diff() != 1).any():
+        if position_ids is None:
+            position_ids = torch.arange(S, device=ids.device)[None]
+        elif attention_mask is None and (position_ids.diff() != 1).any():
             padded = F.pad(position_ids, (0, length - S)).expand(len(ids), -1)
             seen = documents_of(padded)[:, None, None]
         output = super().forward(

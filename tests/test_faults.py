@@ -145,6 +145,8 @@ def test_too_many_ranks(script, odd_llama, tmp_path):
     wanted = "6 query heads: use 1 to 6 ranks, not 7"
     if script == "pipeline_llama":
         wanted = "7 stages, but only 3 layers"
+    if script == "tp_ulysses":
+        wanted = "6 query heads of a rank (6 over tp 1) for 7 ranks that exchange heads"
     if script == "pretrain_2d":
         wanted = "--batch-size 12: not a multiple of --dp 7"
     result.assert_refused(wanted)

@@ -986,6 +986,22 @@ BUGS = {
         "ring_attention --layout contiguous", 3, "ring_attention.py",
         "any(ends[j][1] == ends[i][0] for", "any(ends[j][0] == ends[i][0] for", "packed documents",
     ),
+    "another row's documents decide": (
+        "ring_attention", 2, "ring_attention.py", "together = any(", "together = all(",
+        "packed documents",
+    ),
+    "one row of one document is enough": (
+        "ring_attention", 2, "ring_attention.py", "if all(ends[j][0]", "if any(ends[j][0]",
+        "packed documents",
+    ),
+    "positions that jump onwards begin no document": (
+        "ulysses_forward", 2, "ulysses_forward.py", "[:, :1] - 1) != 1)", "[:, :1] - 1) < 1)",
+        "packed documents",
+    ),
+    "the lookup learns nothing": (
+        "tp_ulysses --megatron-sp", 2, "tp_ulysses.py", "llama.embed_tokens.part(ids)",
+        "llama.embed_tokens.part(ids).detach()", "embed_tokens.weight grad",
+    ),
     "a norm's gradient is of this rank's tokens": (
         "tp_ulysses --megatron-sp", 2, "tp_ulysses.py", "partial(all_reduce, group=group)",
         "lambda grad: grad", "layernorm.weight grad|same bits",

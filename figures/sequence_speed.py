@@ -1,0 +1,166 @@
+"""Which split of a long sequence costs what: seconds, memory and bytes of a step.
+
+    OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 2 figures/sequence_speed.py \\
+        --json figures/sequence_speed.json
+
+Ulysses, a ring of contiguous or zigzag shares, tensor parallelism, and that with norms split by
+tokens; on 4 ranks also both axes, and USP. Each makes the same step, in turns, beside one process
+with the cores of all: layers are recomputed in the backward, and logits come in tiles.
+"""
+
+import statistics
+import sys
+import time
+import warnings
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent / "tasks"))
+
+from records import here_and_now
+from tp_ulysses import combine, formula
+from utils.collectives import sum_gradients
+from utils.flags import make_parser, positive
+from utils.job import start
+from utils.measure import interleave, num_threads, ratio, threads_alone
+from utils.memory_profile import record_memory
+from utils.shards import next_tokens
+from utils.traffic import bytes_sent
+
+TILE = 512  # tokens whose logits are there at once
+WAYS = {  # name: (tp, flags of `combine`); tp -1: all ranks
+    "ulysses": (1, {}),
+    "ring, contiguous": (1, {"sequence": "ring", "zigzag": False}),
+    "ring, zigzag": (1, {"sequence": "ring"}),
+    "tp": (-1, {}),
+    "tp, megatron-sp": (-1, {"megatron_sp": True}),
+}
+ON_FOUR = {
+    "tp x ulysses": (2, {}),
+    "tp x ring": (2, {"sequence": "ring"}),
+    "usp": (1, {"sequence": "usp", "ulysses": 2}),
+}
+
+
+def main():
+    parser = make_parser(__doc__, model="random/balanced")
+    add = parser.add_argument
+    add("--seq-len", type=positive, nargs="+", default=[2048, 8192], help="tokens, a multiple of "
+        "the ranks; default 2048 8192")  # fmt: skip
+    add("--repeats", type=positive, default=7, help="timed turns; default 7")
+    start(parser.parse_args(), measure)
+
+
+def measure(run, args):
+    run.results |= here_and_now(run.device.type, run.world_size) | {"lengths": {}}
+    ways = WAYS | (ON_FOUR if run.world_size == 4 else {})
+    steps = {name: Step(run, *way) for name, way in ways.items()}
+    one = Step(run, 1, {}, alone=True)
+    for S in args.seq_len:
+        ids = run.broadcast(torch.randint(run.source.config.vocab_size, (1, S))).to(run.device)
+        expected = run.broadcast(one.run(ids) if run.rank == 0 else None)
+        found = {"one process": {"bytes": [0, 0], "peak": one.peak(ids)}}
+        for name, step in steps.items():
+            within = 1e-5 * expected.item()
+            run.check(f"{name}, {S} tokens: loss", [(step.run(ids), expected)], tolerance=within)
+            sent, said = bytes_sent(run, partial(step.run, ids))[0], step.bytes(S)
+            pair = [torch.tensor(float(size)) for size in (sent, said)]
+            run.check(f"{name}, {S} tokens: bytes sent", [pair], tolerance=0.02 * said)
+            found[name] = {"bytes": [sent, said], "peak": step.peak(ids)}
+        run.print0(f"{S} tokens; {len(one.model.model.layers)} layers:")
+        take_turns(run, {"one process": one, **steps}, ids, found, args.repeats)
+        run.results["lengths"][S] = found
+
+
+def take_turns(run, steps, ids, found, repeats):
+    """Add to what is `found` of each way the seconds of its steps; print it all."""
+    turns = {name: partial(step.timed, ids) for name, step in steps.items()}
+    seconds = interleave(run, turns, repeats)
+    for name, of in found.items():
+        of["step_s"] = seconds[name]["step"]
+        of["cpu_s"] = run.gather(torch.tensor(steps[name].cpu_s[-repeats:])).sum(0).tolist()
+        steps[name].cpu_s.clear()
+        shares = ratio(of["step_s"], seconds["one process"]["step"])
+        run.print0(f"  {name}: {statistics.median(of['step_s']):.3f} s, {shares} of one process's; "
+                   f"CPU seconds of all {statistics.median(of['cpu_s']):.2f}; peak beyond weights "
+                   f"{of['peak'] / 2**20:.0f} MiB; sent {of['bytes'][0] / 1e6:.2f} MB, by the "
+                   f"formula {of['bytes'][1] / 1e6:.2f}")  # fmt: skip
+
+
+class Step:
+    """A way to split a step. Layers are recomputed; logits come, twice, in tiles of tokens."""
+
+    def __init__(self, run, tp, flags, alone=False):
+        """alone: on rank 0, with the threads of all."""
+        self.job, self.flags, self.cpu_s = run, flags, []
+        self.works = not alone or run.rank == 0
+        self.threads = threads_alone(run) if alone else torch.get_num_threads()
+        mesh = run.rectangle("sp", "tp", run.world_size if tp < 0 else tp)
+        self.mesh = run.rectangle("one", "sp", 1) if alone else mesh
+        if alone:
+            self.mesh = {"sp": self.mesh["sp"], "tp": self.mesh["sp"]}
+        self.model = run.load_model(partial(combine, mesh=self.mesh, **flags)).train()
+        with warnings.catch_warnings(action="ignore"):  # its name will be another in transformers 6
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+
+    def run(self, ids):
+        """Forward, backward, sum of gradients; the mean loss of ids (1, S)."""
+        model, S, tp = self.model, ids.shape[1], self.mesh["tp"].size()
+        model.zero_grad()
+        tokens = model.tokens(S)
+        positions = torch.arange(S, device=ids.device)[None, tokens]
+        hidden = model.model(ids[:, tokens], model.seen(S, device=ids.device), positions)[0]
+        targets = next_tokens(ids, ids.shape, model.config.vocab_size)[:, tokens]
+        # Norms split by tokens: a rank has some of a row's, and the head gathers those of all.
+        parts = targets.unflatten(1, (tp if "megatron_sp" in self.flags else 1, -1))
+        loss = 0
+
+        def of_tile(hidden, targets):
+            return model.sum_of_losses(model.lm_head(hidden), targets) / (S - 1)
+
+        for part, target in zip(hidden.split(TILE, 1), parts.split(TILE, 2), strict=True):
+            loss = loss + checkpoint(of_tile, part, target.flatten(1), use_reentrant=False)
+        loss.backward()
+        sum_gradients(model.parameters(), self.mesh["sp"])
+        total = loss.detach().clone()
+        torch.distributed.all_reduce(total, group=self.mesh["sp"].get_group())
+        return total
+
+    def timed(self, ids):
+        """A contender of `interleave`."""
+        begin = time.process_time()
+        with num_threads(self.threads):
+            if self.works:
+                self.run(ids)
+        yield "step"
+        self.cpu_s.append(time.process_time() - begin)
+
+    def peak(self, ids):
+        """Bytes that tensors hold at most beside the weights, of the rank that holds most."""
+        self.model.zero_grad()
+        step = partial(self.run, ids)
+        mine = record_memory(step, self.job.device)[1].values() if self.works else []
+        return max(self.job.gather_objects(sum(mine)))
+
+    def bytes(self, S):
+        """What a rank sends in a step, by the formulas; the mean."""
+        model, e, by_tokens = self.model, self.model.dtype.itemsize, "megatron_sp" in self.flags
+        sp, tp, L = self.mesh["sp"].size(), self.mesh["tp"].size(), len(model.model.layers)
+        how = self.flags.get("sequence", "ulysses")
+        forward, backward = formula(model, 1, S, self.mesh, how, by_tokens)
+        half = (tp - 1) / tp * S / sp * model.config.hidden_size * e  # of an all-reduce
+        # Run once: the embedding, and each layer's last sum, for which nothing is recomputed.
+        once = (L + 1) * (1 if by_tokens else 2) * half
+        layers = L * (2 * forward + backward) - once
+        head = (3 if by_tokens else 2) * half
+        sums = 2 * 2 * (tp - 1) * S / sp * 4  # log-sum-exps and targets' logits, twice
+        weights = sum(parameter.numel() for parameter in model.parameters())
+        return layers + head + sums + 2 * (sp - 1) / sp * weights * e
+
+
+if __name__ == "__main__":
+    main()
