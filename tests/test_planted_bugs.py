@@ -931,7 +931,7 @@ BUGS = {
     ),
     "a hop is skipped": (
         "ring_attention --layout contiguous", 3, "ring_attention.py",
-        "        yield hop, [", "        yield hop, [] if hop == 1 else [", "logits",
+        "yield hop, pairs, here", "yield hop, [] if hop == 1 else pairs, here", "logits",
     ),
     "a token sees the next one": (
         "ring_attention", 2, "ring_attention.py", "self.size(i)).tril()", "self.size(i)).tril(1)",
