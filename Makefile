@@ -78,6 +78,8 @@ bench: .venv/ready
 	  --json figures/ring_speed.json
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node 2 figures/ring_speed.py \
 	  --json figures/ring_speed_2.json
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node 2 figures/sequence_speed.py \
+	  --num-layers 2 --json figures/sequence_speed.json
 
 # ESTIMATE="--seq-len 8192 --device-memory 24": its flags. tiny fits anywhere.
 estimate: .venv/ready

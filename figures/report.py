@@ -254,6 +254,22 @@ def memory(data):
     return [*rows, "", on(data | data["results"], what)]
 
 
+def sequence(data):
+    """Each split of a sequence's step."""
+    rows = head("tokens", "split", "seconds", "of one process's", "CPU seconds, all ranks",
+                "peak beside the weights, MiB", "MB sent by a rank", "by the formula")  # fmt: skip
+    for tokens, ways in data["results"]["lengths"].items():
+        for name, of in ways.items():
+            seconds, cpu = (statistics.median(of[what]) for what in ("step_s", "cpu_s"))
+            sent, said = (f"{size / 1e6:.1f}" for size in of["bytes"])
+            rows.append(f"| {int(tokens):,} | {name} | {seconds:.2f} | "
+                        f"{ratio(of['step_s'], ways['one process']['step_s'])} | {cpu:.1f} | "
+                        f"{of['peak'] / 2**20:.0f} | {sent} | {said} |")  # fmt: skip
+    layers = data["results"]["layers"]
+    what = f"`{data['model']}`, {layers} layers, {data['dtype']}, {data['world_size']} ranks"
+    return [*rows, "", on(data | data["results"], what)]
+
+
 TABLES = {  # name in its page: (made by, of)
     "summary": (summary, "report.json"),
     "checks": (checks, "report.json"),
@@ -262,6 +278,7 @@ TABLES = {  # name in its page: (made by, of)
     "longest": (longest, "longest.json"),
     "long_speed": (long_speed, "long_speed.json"),
     "memory": (memory, "estimate.json"),
+    "sequence": (sequence, "sequence_speed.json"),
     "gpu": (gpu.table, "gpu/gpu.json"),
 }
 

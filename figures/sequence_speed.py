@@ -1,7 +1,7 @@
 """Which split of a long sequence costs what: seconds, memory and bytes of a step.
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 2 figures/sequence_speed.py \\
-        --json figures/sequence_speed.json
+        --num-layers 2 --json figures/sequence_speed.json
 
 Ulysses, a ring of contiguous or zigzag shares, tensor parallelism, and that with norms split by
 tokens; on 4 ranks also both axes, and USP. Each makes the same step, in turns, beside one process
@@ -49,8 +49,8 @@ ON_FOUR = {
 def main():
     parser = make_parser(__doc__, model="random/balanced")
     add = parser.add_argument
-    add("--seq-len", type=positive, nargs="+", default=[2048, 8192], help="tokens, a multiple of "
-        "the ranks; default 2048 8192")  # fmt: skip
+    add("--seq-len", type=positive, nargs="+", default=[2048, 4096], help="tokens, a multiple of "
+        "the ranks; default 2048 4096")  # fmt: skip
     add("--repeats", type=positive, default=7, help="timed turns; default 7")
     start(parser.parse_args(), measure)
 
@@ -60,6 +60,7 @@ def measure(run, args):
     ways = WAYS | (ON_FOUR if run.world_size == 4 else {})
     steps = {name: Step(run, *way) for name, way in ways.items()}
     one = Step(run, 1, {}, alone=True)
+    run.results["layers"] = len(one.model.model.layers)
     for S in args.seq_len:
         ids = run.broadcast(torch.randint(run.source.config.vocab_size, (1, S))).to(run.device)
         expected = run.broadcast(one.run(ids) if run.rank == 0 else None)
@@ -71,7 +72,7 @@ def measure(run, args):
             pair = [torch.tensor(float(size)) for size in (sent, said)]
             run.check(f"{name}, {S} tokens: bytes sent", [pair], tolerance=0.02 * said)
             found[name] = {"bytes": [sent, said], "peak": step.peak(ids)}
-        run.print0(f"{S} tokens; {len(one.model.model.layers)} layers:")
+        run.print0(f"{S} tokens; {run.results['layers']} layers:")
         take_turns(run, {"one process": one, **steps}, ids, found, args.repeats)
         run.results["lengths"][S] = found
 
