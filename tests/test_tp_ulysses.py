@@ -11,7 +11,7 @@ from tp_ulysses import neighbours
 FILE = launch.TASKS / "tp_ulysses.py"
 WAYS = [[], ["--sequence", "ring"], ["--sequence", "usp"], ["--megatron-sp"],
         ["--megatron-sp", "--sequence", "ring"]]  # fmt: skip
-MESHES = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4), (3, 2)]
+MESHES = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4), (2, 3)]
 QUICK = [([], (2, 2), 31), (["--megatron-sp"], (2, 2), 32)]
 RUNS = [
     pytest.param(way, mesh, seq_len, marks=[] if (way, mesh, seq_len) in QUICK
@@ -65,3 +65,11 @@ def test_how_many_neighbours():
 ])  # fmt: skip
 def test_refused(flags, message, tmp_path):
     launch.ranks(FILE, *flags, nproc=2, folder=tmp_path).assert_refused(message)
+
+
+@pytest.mark.stress
+def test_heads_left_of_tp(odd_llama, tmp_path):
+    """6 query heads, 3 KV heads: over tp 2 a rank has one KV head's."""
+    args = ["--model", odd_llama, "--sp", 3, "--tp", 2]
+    result = launch.ranks(FILE, *args, nproc=6, folder=tmp_path)
+    result.assert_refused("2 query heads of a rank (6 over tp 2) for 3 ranks that exchange heads")
