@@ -100,10 +100,9 @@ class Step:
         self.job, self.flags, self.cpu_s = run, flags, []
         self.works = not alone or run.rank == 0
         self.threads = threads_alone(run) if alone else torch.get_num_threads()
-        mesh = run.rectangle("sp", "tp", run.world_size if tp < 0 else tp)
-        self.mesh = run.rectangle("one", "sp", 1) if alone else mesh
-        if alone:
-            self.mesh = {"sp": self.mesh["sp"], "tp": self.mesh["sp"]}
+        self.mesh = run.rectangle("sp", "tp", run.world_size if tp < 0 else tp)
+        if alone:  # tp is 1: the row of one rank is both axes
+            self.mesh = {"sp": self.mesh["tp"], "tp": self.mesh["tp"]}
         self.model = run.load_model(partial(combine, mesh=self.mesh, **flags)).train()
         with warnings.catch_warnings(action="ignore"):  # its name will be another in transformers 6
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
