@@ -47,8 +47,8 @@ class Canvas:
         colour, hatch = (SAME, "") if rank is None else RANKS[rank % len(RANKS)]
         self.box(x, y, width, height, colour, "white", hatch=hatch, linewidth=0)
 
-    def arrow(self, start, end, colour="#555555"):
-        self.axis.annotate("", end, start, arrowprops=ARROW | {"color": colour})
+    def arrow(self, start, end, colour="#555555", **style):
+        self.axis.annotate("", end, start, arrowprops=ARROW | {"color": colour} | style)
 
     def save(self, path, width, height):
         self.axis.set(xlim=(0, width), ylim=(height, 0))

@@ -109,20 +109,34 @@ def one_layer(events):
     return kept
 
 
-def record(run, parallelize, reduce, reference, ids):
-    """Forward and backward of a parallel model's loss: who holds what, and what happened."""
-    model, attend = run.load_model(parallelize), ALL_ATTENTION_FUNCTIONS["sdpa"]
-    recorder = Recorder(model)
-    ALL_ATTENTION_FUNCTIONS["sdpa"] = partial(recorder.attention, attend)
+def step(model, recorder, reduce, ids):
+    """Forward and backward of a parallel model's loss."""
     with recorder:
         loss = model(ids, labels=ids).loss
         recorder.phase = "backward"
         loss.backward()
         recorder.phase = "gradients"
         reduce(model.parameters())
-    ALL_ATTENTION_FUNCTIONS["sdpa"] = attend
+    return loss.detach()
+
+
+def check(run, name, loss, reference, ids):
+    """By the unmodified model's."""
     expected, own = expect_loss(run, run.references(reference), ids)
-    run.check("loss", [(loss.detach(), *expected)], own=own)
+    run.check(name, [(loss, *expected)], own=own)
+
+
+def record(run, parallelize, reduce, reference, ids, watch=Recorder):
+    """A step of a parallel model: who holds what, and what happened.
+
+    watch(model): a `Recorder`.
+    """
+    model, attend = run.load_model(parallelize), ALL_ATTENTION_FUNCTIONS["sdpa"]
+    recorder = watch(model)
+    ALL_ATTENTION_FUNCTIONS["sdpa"] = partial(recorder.attention, attend)
+    loss = step(model, recorder, reduce, ids)
+    ALL_ATTENTION_FUNCTIONS["sdpa"] = attend
+    check(run, "loss", loss, reference, ids)
 
     events = one_layer(recorder.events)
     held = {name.removeprefix("model."): (list(p.shape), [(s.start, s.stop) for s in shard_of(p)])
@@ -149,17 +163,23 @@ def together(ranks):
     return words[0] | {k: [e[k] for e in ranks] for k in ranks[0] if k not in words[0]}
 
 
-def measure(run, args):
-    """Both techniques, on the ranks of this job."""
-    config, tp, sp = run.source.config, run.mesh("tp"), run.mesh("sp")
-    reference = run.load_reference()
-    ids = run.broadcast(torch.randint(config.vocab_size, (args.batch_size, args.seq_len)))
+def begin(run, args):
+    """The unmodified model, on rank 0, and what all models are given; their sizes are written."""
+    config, reference = run.source.config, run.load_reference()
     run.results["sizes"] = {
         "B": args.batch_size, "S": args.seq_len, "H": config.hidden_size,
         "N": config.num_attention_heads, "K": config.num_key_value_heads,
         "D": config.head_dim, "F": config.intermediate_size, "V": config.vocab_size,
         "P": run.world_size, "layers": config.num_hidden_layers,
     }  # fmt: skip
+    ids = torch.randint(config.vocab_size, (args.batch_size, args.seq_len))
+    return reference, run.broadcast(ids)
+
+
+def measure(run, args):
+    """Both techniques, on the ranks of this job."""
+    tp, sp = run.mesh("tp"), run.mesh("sp")
+    reference, ids = begin(run, args)
     run.results["tp"] = record(
         run, lambda model: tensor_parallelize(model, tp), lambda _: None, reference, ids
     )
@@ -169,37 +189,39 @@ def measure(run, args):
     )  # fmt: skip
 
 
-def drive(args):
+def drive(script, args):
     """Record under torchrun, keep what a reader needs, draw it."""
-    from draw_diagrams import draw_diagrams  # the ranks need no matplotlib
+    from draw import kind  # the ranks need no matplotlib
 
     if not os.access(args.output.resolve().parent, os.W_OK):
         sys.exit(f"error: {args.output}: cannot be written there; name another file")
-    whole, _ = torchrun(__file__, args.ranks, "--model", args.model, "--device", "cpu")
+    whole, _ = torchrun(script, args.ranks, "--model", args.model, "--device", "cpu")
     if not whole:
         sys.exit("error: the run failed; nothing was written")
     kept = {key: whole[key] for key in ("model", "dtype", "versions", "results")}
     # An event on a line: for a file that people read, and compare.
-    text = re.sub(r"{[^{}]*}", lambda match: " ".join(match[0].split()), json.dumps(kept, indent=1))
+    line, text = r"{[^{}]*}|\[[^][{}]*\]", json.dumps(kept, indent=1)
+    text = re.sub(line, lambda match: " ".join(match[0].split()), text)
     args.output.write_text(text + "\n")
-    draw_diagrams(kept, args.output)
+    kind(kept)(kept, args.output)
 
 
-def main():
+def main(script=__file__, doc=__doc__, ranks=2, measure=measure):
+    """Of this script, and of another that records the like."""
     if "RANK" in os.environ:
-        parser = make_parser(__doc__)
+        parser = make_parser(doc)
         parser.add_argument("--batch-size", type=positive, default=2, help="default 2")
         parser.add_argument("--seq-len", type=positive, default=64, help="tokens; default 64")
         start(parser.parse_args(), measure)
     else:
         parser = argparse.ArgumentParser(
-            description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+            description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
         )
-        flag = parser.add_argument
+        flag, output = parser.add_argument, Path(script).resolve().with_suffix(".json")
         flag("--model", default="tiny", help="default tiny")
-        flag("--ranks", type=positive, default=2, help="default 2")
-        flag("--output", type=Path, default=HERE / "diagrams.json", help="default %(default)s")
-        drive(parser.parse_args())
+        flag("--ranks", type=positive, default=ranks, help="default %(default)s")
+        flag("--output", type=Path, default=output, help="default %(default)s")
+        drive(script, parser.parse_args())
 
 
 if __name__ == "__main__":
