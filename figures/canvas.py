@@ -50,6 +50,30 @@ class Canvas:
     def arrow(self, start, end, colour="#555555", **style):
         self.axis.annotate("", end, start, arrowprops=ARROW | {"color": colour} | style)
 
+    def heading(self, data, title, letters, width):
+        """The title, and of what run all that is shown was recorded."""
+        sizes, versions = data["results"]["sizes"], data["versions"]
+        said = [data["model"], *(f"{letter} {sizes[letter]:,}" for letter in letters)]
+        said += [data["dtype"], *(f"{k} {versions[k]}" for k in ("torch", "transformers"))]
+        self.text(width / 2, 0.18, title, fontsize=12, fontweight="bold")
+        self.text(width / 2, 0.43, f"recorded from a run: {', '.join(said)}")
+
+    def band(self, x, y, width, rank, height=0.2):
+        """A rank's head."""
+        self.fill(x, y, width, height, rank)
+        self.text(x + width / 2, y + height / 2, f"rank {rank}", fontweight="bold",
+                  bbox={"fc": "white", "ec": "none", "pad": 1})  # fmt: skip
+
+    def chip(self, x, y, rank, text, width=0.27, height=0.17, **style):
+        """A small box in a rank's colour, around its middle."""
+        self.fill(x - width / 2, y - height / 2, width, height, rank)
+        self.box(x - width / 2, y - height / 2, width, height, **style)
+        self.number(x, y, text)
+
+    def number(self, x, y, text):
+        """On a colour and a hatch."""
+        self.text(x, y, text, fontsize=7.5, bbox={"fc": "white", "ec": "none", "pad": 0.7})
+
     def save(self, path, width, height):
         self.axis.set(xlim=(0, width), ylim=(height, 0))
         self.axis.axis("off")

@@ -19,6 +19,7 @@ from claims import TASK
 from draw_data import draw_data_parallel
 from draw_diagrams import draw_diagrams
 from draw_memory import draw_memory
+from draw_mesh_diagrams import draw_mesh_diagrams
 from draw_pipeline import draw_pipeline
 
 HERE = Path(__file__).resolve().parent
@@ -264,8 +265,8 @@ def draw_gpu(data, records, path):
     finish(figure, (left, right), "make gpu", data, path)
 
 
-FILES = ("report", "tp_speed", "longest", "collectives", "diagrams", "pipeline", "data_parallel",
-         "training_memory")  # fmt: skip
+FILES = ("report", "tp_speed", "longest", "collectives", "diagrams", "mesh_diagrams", "pipeline",
+         "data_parallel", "training_memory")  # fmt: skip
 
 
 def kind(data):
@@ -274,6 +275,8 @@ def kind(data):
         return draw_checks
     if "profiles" in data:
         return draw_memory
+    if "ring" in data.get("results", {}):
+        return draw_mesh_diagrams
     if "sizes" in data.get("results", {}):
         return draw_diagrams
     if "timelines" in data.get("results", {}):

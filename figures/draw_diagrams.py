@@ -128,9 +128,7 @@ class Diagram(Canvas):
             middle = (lanes[0][1] + lanes[-1][1] + lanes[-1][2]) / 2
             self.text(middle, self.y, what, fontsize=10, fontweight="bold")
             for rank, x, width in lanes:
-                self.fill(x + 0.05, self.y + 0.14, width - 0.1, 0.22, rank)
-                self.text(x + width / 2, self.y + 0.25, f"rank {rank}", fontweight="bold",
-                          bbox={"fc": "white", "ec": "none", "pad": 1})  # fmt: skip
+                self.band(x + 0.05, self.y + 0.14, width - 0.1, rank, 0.22)
         self.y += 0.36
         inside = [i for i, row in enumerate(self.rows) if "layers." in row[0]["at"]]
         for index, row in enumerate(self.rows):
@@ -318,11 +316,7 @@ class Diagram(Canvas):
             x += count * cell + 0.05
 
     def finish(self, path):
-        sizes, versions = self.sizes, self.data["versions"]
-        said = [self.data["model"], *(f"{letter} {sizes[letter]:,}" for letter in "BSHNKDFVP")]
-        said += [self.data["dtype"], *(f"{k} {versions[k]}" for k in ("torch", "transformers"))]
-        self.text(self.width / 2, 0.18, TITLES[self.technique], fontsize=12, fontweight="bold")
-        self.text(self.width / 2, 0.43, f"recorded from a run: {', '.join(said)}")
+        self.heading(self.data, TITLES[self.technique], "BSHNKDFVP", self.width)
         y, (filled, sums) = self.y + 0.42, LEGENDS[self.technique]
         if self.sizes["V"] * self.scale > WIDEST:
             filled = filled.replace("to scale", "to scale but for the vocabulary")

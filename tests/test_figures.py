@@ -4,6 +4,7 @@ import contextlib
 import importlib.util
 import json
 import sys
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -20,6 +21,8 @@ import records
 import tolerance
 import tp_speed
 from draw_diagrams import TITLES, Diagram
+from draw_mesh_diagrams import MeshPicture
+from draw_ring import RingPicture
 from utils.flags import make_parser
 from utils.tolerance import LIMITS
 
@@ -29,6 +32,7 @@ if importlib.util.find_spec("transformers.distributed"):  # not in the course's 
 TECHNIQUES += [f"{name}, gloo" for name in TECHNIQUES]
 SPEED = launch.ROOT / "figures" / "tp_speed.py"
 DIAGRAMS = launch.ROOT / "figures" / "diagrams.json"
+MESH_DIAGRAMS = DIAGRAMS.with_name("mesh_diagrams.json")
 
 
 @pytest.mark.stress
@@ -153,17 +157,20 @@ def test_contenders_of_the_longest_sequence():
             assert flag in known or f"--{flag} " in common, (name, flag)
 
 
-def test_diagrams(tmp_path):
+@pytest.mark.parametrize(
+    ("record", "nproc", "pictures"), [(DIAGRAMS, 2, TITLES), (MESH_DIAGRAMS, 4, ("ring", "mesh"))]
+)
+def test_diagrams(record, nproc, pictures, tmp_path):
     """What a run holds and sends is what is committed; both pictures are drawn from that."""
     output = tmp_path / "record.json"
     flags = ["--device", "cpu", "--json", output]
-    result = launch.torchrun(str(DIAGRAMS.with_suffix(".py")), *flags, nproc=2)
+    result = launch.torchrun(str(record.with_suffix(".py")), *flags, nproc=nproc)
     assert result.code == 0, result.tail()
-    data = json.loads(DIAGRAMS.read_text())
+    data = json.loads(record.read_text())
     assert json.loads(output.read_text())["results"] == data["results"]
-    draw.draw_diagrams(data, tmp_path / "picture.png")
-    for technique in TITLES:
-        assert (tmp_path / f"{technique}_diagram.png").stat().st_size > 100_000
+    draw.kind(data)(data, tmp_path / "picture.png")
+    for name in pictures:
+        assert (tmp_path / f"{name}_diagram.png").stat().st_size > 100_000
 
 
 @pytest.mark.parametrize(
@@ -217,6 +224,27 @@ def test_diagrams_show_every_collective(technique, count, tmp_path):
     drawn, diagram.sent = set(), Asked(diagram.sent)
     diagram.draw(tmp_path / "picture.png")
     assert drawn >= diagram.sent.keys() and (0, True) not in diagram.sent
+
+
+def test_mesh_diagrams_show_every_collective(tmp_path):
+    """Of a ring all blocks and messages, of a mesh all collectives; and bytes are the formulas'."""
+    data = json.loads(MESH_DIAGRAMS.read_text())
+    ring, mesh, results = RingPicture(data), MeshPicture(data), data["results"]
+    for picture in ring, mesh:
+        picture.draw(tmp_path / "picture.png")
+    drawn = Counter()
+    for told in results["ring"].values():
+        sent = {"forward": [], "backward": []}
+        for event in told["hops"]:
+            drawn["blocks"] += len(event["computes"]) * (event["phase"] == "forward")
+            sent[event["phase"]] += [*event["sends"], *event.get("gradients", [])]
+        sums = [sum(nbytes for *_, nbytes in of) for of in sent.values()]
+        assert [total / results["sizes"]["P"] for total in sums] == told["formula"]
+        # Backward, keys and values travel as forward, and are not drawn again.
+        drawn["messages"] += len(sent["backward"])
+    assert ring.drawn == drawn == {"blocks": 10 + 36, "messages": 12 + 36}
+    events = [of["events"] for key, of in results["mesh"].items() if key in mesh.variants]
+    assert mesh.drawn == sum(map(len, events)) == 13 + 22
 
 
 @pytest.mark.parametrize("limit", [0, 45, 1000, 1040, 5000, 123456])
