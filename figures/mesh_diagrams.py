@@ -77,22 +77,26 @@ class RingRecorder(Meter):
         )  # fmt: skip
 
     def know(self, pieces):
+        """{chunk: tensor}, which are there until the next are."""
         self.chunks |= {piece.data_ptr(): chunk for chunk, piece in pieces.items()}
         return pieces
 
     def layer(self, function, phase, *args):
+        """All hops of a layer, in the place of `ring_forward` or `ring_backward`."""
         self.layers[phase].append([])
         self.hops = self.layers[phase][-1]
         return function(*args)
 
     def hop(self, ring, hop, leaving, home):
+        """One begins, of keys and values; or, behind its blocks, of their gradients."""
         self.what, self.tokens = "gradients" if home else "sends", ring.tokens
-        if not home:
+        if home:
+            self.hops[-1]["gradients"] = []
+        else:
             self.hops.append({"hop": hop, "holds": [*leaving], "computes": [], "sends": []})
-        elif self.what not in self.hops[-1]:
-            self.hops[-1][self.what] = []
 
     def block(self, function, first, *args):
+        """Attention, or its backward, whose arguments from the `first` on are q, k, ..."""
         q, k = args[first : first + 2]
         n, m, causal = q.shape[2], k.shape[2], args[-2]
         pair = self.chunks[q.data_ptr()], self.chunks[k.data_ptr()]
@@ -100,6 +104,7 @@ class RingRecorder(Meter):
         return function(*args)
 
     def exchange(self, function, sends, receives, group):
+        """What a hop sends."""
         told = [[self.chunks[x.data_ptr()], to, x.nbytes] for x, to in sends]
         self.hops[-1][self.what] += told
         return function(sends, receives, group)
