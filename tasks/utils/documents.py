@@ -139,7 +139,7 @@ def load_documents(run, where, count, length, virtual):
         rows = fill(map(encode, texts), count, length, virtual)
         if len(rows) < count:
             raise UserError(f"--text {name}: its paragraphs fill {len(rows)} rows, but {count} are "
-                            "needed: give a longer text, or a smaller --seq-len")  # fmt: skip
+                            "needed: give a longer text, or ask for fewer")  # fmt: skip
         return name, rows
 
     name, rows = run.broadcast(run.together(load))
