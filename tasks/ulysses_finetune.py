@@ -11,11 +11,11 @@ The model is Task 4's, the adapters are PEFT's. What is easily got wrong is done
       ranks   [ 0          ][ 1           ]    80 positions each
 
 * Labels are shifted by one before they are split: the next token may be on the next rank.
-* With --pack a row holds several documents, each behind a virtual prompt of its own, and what is
-  left is filler. Positions restart, and a token sees its own document alone. So loss and gradients
-  are those of the same documents as a padded batch:
+* With --pack a row holds several documents, each behind a copy of the virtual prompt, and what is
+  left is filler. Positions restart, and a token sees its own document alone. It changes nothing but
+  speed: loss and gradients are those of the documents one by one.
 
-      row     v0 ... v31 t0 ... t40 | v0 ... v31 t0 ... t22 | filler, which has no label
+      row     v0 ... v31 t0 ... t40 | v0 ... v31 t0 ... t22 | filler, without a label
 
 * The loss is the sum over all ranks' tokens, divided by the number of labels on all ranks. A mean
   of the ranks' means would weigh tokens by who holds them. A rank without a label adds 0, and takes
@@ -89,7 +89,7 @@ def shard_loss(model, ids, mesh, techniques=None):
     each rank's weights get the gradient of its own tokens' losses.)
 
     model: a sequence-parallel LlamaForCausalLM, alone or under PEFT. mesh: of the one axis on which
-    the sequence is split. ids: (B, S), on all ranks; or packed, (B, 2, n + S), see `pack`.
+    the sequence is split. ids: (B, S), on all ranks; or packed, (B, 2, n + S): `documents.pack`.
     techniques: what saves memory, see `memory/long_sequence.py`; None: Task 4's own forward.
 
                     whole               this rank's
@@ -101,13 +101,13 @@ def shard_loss(model, ids, mesh, techniques=None):
     """
     base, prompt = base_of(model), virtual_tokens(model, len(ids))
     n, embed = prompt.shape[1], base.get_input_embeddings()
-    if ids.dim() == 2:  # each row is one document
+    if ids.dim() == 3:
+        ids, places = ids.unbind(1)
+    else:  # each row is one document
         ids = F.pad(ids, (n, 0), value=-100)
         places = torch.arange(ids.shape[1], device=ids.device)[None]
-    else:
-        ids, places = ids.unbind(1)
     length = ids.shape[1]
-    mine = base.tokens(length)  # this rank's
+    mine = base.tokens(length)  # this rank's, in their order
     here = places[:, mine].expand(len(ids), -1)
     virtual = (here < n).nonzero(as_tuple=True)
 
@@ -117,17 +117,16 @@ def shard_loss(model, ids, mesh, techniques=None):
         # an empty piece: else autograd would see nothing to train here, and skip the collectives.
         return tokens.index_put(virtual, prompt[virtual[0], here[virtual]].to(tokens))
 
-    labels = ids.masked_fill(places == 0, -100)  # before which its document has nothing
+    labels = ids.masked_fill(places == 0, -100)  # first tokens are predicted from nothing
     targets = F.pad(labels, (0, 1), value=-100)[:, 1:]
-    count = (targets != -100).sum()
+    targets, count = targets[:, mine], (targets != -100).sum()
     if techniques:
-        inputs = embeddings, targets[:, mine], length, mesh, techniques, places
-        return sequence_loss(base, *inputs) / count
+        return sequence_loss(base, embeddings, targets, length, mesh, techniques, places) / count
     documents = documents_of(places)
     seen = documents[:, None, None] if documents.any() else base.seen(length, device=ids.device)
     inputs = dict(attention_mask=seen, position_ids=places[:, mine])
     output = base.model(inputs_embeds=embeddings(), **inputs)
-    return sum_of_losses(base.lm_head(output.last_hidden_state), targets[:, mine]) / count
+    return sum_of_losses(base.lm_head(output.last_hidden_state), targets) / count
 
 
 def forward_backward(model, ids, mesh, techniques=None, norms=None):
@@ -205,8 +204,8 @@ def main():
     add("--text", help="a UTF-8 file or a URL; default: Ulysses from Project Gutenberg, or for "
         "tiny, smollm2 and random/ models the project's own stories")  # fmt: skip
     add("--seq-len", type=positive, default=128, help="tokens of text a sequence; default 128")
-    add("--pack", action="store_true", help="sequences are rows of whole documents, stories or a "
-        "text's paragraphs, each as if alone; default no: the text is cut")  # fmt: skip
+    add("--pack", action="store_true", help="fill sequences with whole documents, stories or a "
+        "text's paragraphs, each as if alone; default no: cut the text")  # fmt: skip
     add("--batch-size", type=positive, default=1, help="sequences a step; default 1")
     add("--num-sequences", type=positive, help="to cut from the start of the text, which steps "
         "take in turn; default the batch size: every step has the same")  # fmt: skip
@@ -261,7 +260,7 @@ def finetune(run, args):
     if args.check_steps:
         reference = load_model() if run.rank == 0 else None
         recomputes = None if techniques else 2 if args.gradient_checkpointing else 1
-        first = [(batches(i), one_by_one([documents[j] for j in turn(i)], run.device))
+        first = [(batches(i), one_by_one([documents[row] for row in turn(i)], run.device))
                  for i in range(min(args.check_steps, args.steps))]  # fmt: skip
         alone = each_alone(run, model)
         checked = check_training(run, model, reference, compute, first, args.lr, recomputes, alone)
