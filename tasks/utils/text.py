@@ -89,7 +89,7 @@ def find_text(where, source, needed, seed):
 
 
 def own_stories(seed, needed=0):
-    """Stories that the project writes, without end; so many tokens of them are wanted."""
+    """Stories that the project writes, without end. needed: tokens that are wanted."""
     limit_own(needed)
     sys.path.insert(0, str(TINY))
     from corpus import stories
