@@ -473,6 +473,7 @@ def own_folder(folder, **kind):
     return folder
 
 
+PAIRS = ["--pack", "--peft", "lora", "--model", "random/small", "--num-layers", 1]
 BAD_FLAGS = {
     # name: (flags, in which {} is a folder; what the message says)
     "the output folder is a file": (["--output-dir", "{}/f"], "cannot be written"),
@@ -488,15 +489,10 @@ BAD_FLAGS = {
     "text is a folder": (["--text", "{}"], "a directory"),
     "text is empty": (["--text", "{}/f"], "no text in it"),
     "text is too short": (["--seq-len", 10, "--text", "{}/short.txt"], "but 10 are needed"),
-    "too few documents": (
-        ["--pack", "--text", "{}/short.txt", "--num-sequences", 2],
-        "fill 1 rows",
-    ),
+    "too few documents": (["--pack", "--text", "{}/short.txt", "--batch-size", 2], "fill 1 rows"),
     "documents of a token": (["--pack", "--text", "{}/letters.txt"], "fill 0 rows, but 1 are"),
-    "more than the project writes": (
-        ["--pack", "--num-sequences", 10**9],
-        "than the project writes",
-    ),
+    "documents of two": ([*PAIRS, "--text", "{}/pairs.txt"], "documents of two tokens alone"),
+    "more than is written": (["--pack", "--num-sequences", 10**9], "more than the project writes"),
     "sequence of two tokens": (["--peft", "lora", "--seq-len", 2], "too short"),
     "no learning rate": (["--lr", 0], "must be above 0"),
     "two ways to recompute": (["--selective-checkpoint", "--gradient-checkpointing"], "exclude"),
@@ -520,6 +516,7 @@ def test_refused_again_and_again(trained, tmp_path):
 def test_bad_flags(name, tmp_path):
     own_folder(tmp_path)
     (tmp_path / "short.txt").write_text("A fox.")
+    (tmp_path / "pairs.txt").write_text("ab\n\ncd")
     (tmp_path / "letters.txt").write_text("a\n\nb\n\nc")
     flags, message = BAD_FLAGS[name]
     result, _ = finetune(tmp_path, *(str(flag).format(tmp_path) for flag in flags))
