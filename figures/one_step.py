@@ -112,7 +112,8 @@ def measure(run, args, path):
             part.replace(path)
 
     few, reference = ids[:, :64], load(run, adapter)
-    expected, own = expect_step(run, run.references(reference), few)
+    inputs = dict(input_ids=few, labels=few)
+    expected, own = expect_step(run, run.references(reference), inputs)
     del reference
     loss = forward_backward(model, few, mesh, techniques)
     run.check("loss of 64 tokens", [(loss, *(x.to(loss) for x in expected))], own=own)

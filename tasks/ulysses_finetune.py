@@ -11,6 +11,12 @@ The model is Task 4's, the adapters are PEFT's. What is easily got wrong is done
       ranks   [ 0          ][ 1           ]    80 positions each
 
 * Labels are shifted by one before they are split: the next token may be on the next rank.
+* With --pack a row holds several documents, each behind a copy of the virtual prompt, and what is
+  left is filler. Positions restart, and a token sees its own document alone. It changes nothing but
+  speed: loss and gradients are those of the documents one by one.
+
+      row     v0 ... v31 t0 ... t40 | v0 ... v31 t0 ... t22 | filler, without a label
+
 * The loss is the sum over all ranks' tokens, divided by the number of labels on all ranks. A mean
   of the ranks' means would weigh tokens by who holds them. A rank without a label adds 0, and takes
   part in every collective.
@@ -26,7 +32,6 @@ on to the same bits, by itself under `torchrun --max-restarts`.
 """
 
 import math
-import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -42,6 +47,7 @@ from memory.finetune import (
     identity,
     load,
     possible_techniques,
+    read_text,
     report,
     save_result,
     techniques_of,
@@ -50,14 +56,14 @@ from memory.finetune import (
 )
 from memory.long_sequence import sequence_loss
 from ring_attention import ring_parallelize
-from ulysses_forward import sequence_parallelize, sum_of_losses
+from ulysses_forward import documents_of, sequence_parallelize, sum_of_losses
 from utils.checkpoint import Checkpoints
 from utils.collectives import all_gather, sum_gradients
+from utils.documents import one_by_one
 from utils.errors import UserError
 from utils.flags import make_parser, natural, positive, rate
 from utils.job import start
 from utils.measure import peak_memory
-from utils.text import load_sequences
 from utils.training_checks import (
     base_of,
     check_again,
@@ -70,8 +76,8 @@ from utils.watchdog import catch_signals
 
 LR = {"prompt": 1e-3, "lora": 1e-3, "none": 1e-4}
 # Flags that must be the same where a checkpoint is continued.
-SAME = ("peft", "attention", "num_virtual_tokens", "lora_rank", "seq_len", "batch_size",
-        "num_sequences", "lr", "dtype", "seed")  # fmt: skip
+SAME = ("peft", "attention", "num_virtual_tokens", "lora_rank", "seq_len", "pack",
+        "batch_size", "num_sequences", "lr", "dtype", "seed")  # fmt: skip
 
 # ---------------------------------------------------------------- the technique
 
@@ -82,35 +88,45 @@ def shard_loss(model, ids, mesh, techniques=None):
     (Task 4's `model(ids, labels=ids).loss` is the sum, on every rank. Both give the same gradients:
     each rank's weights get the gradient of its own tokens' losses.)
 
-    model: a sequence-parallel LlamaForCausalLM, alone or under PEFT. ids: (B, S), on all ranks.
-    mesh: of the one axis on which the sequence is split.
+    model: a sequence-parallel LlamaForCausalLM, alone or under PEFT. mesh: of the one axis on which
+    the sequence is split. ids: (B, S), on all ranks; or packed, (B, 2, n + S): `documents.pack`.
     techniques: what saves memory, see `memory/long_sequence.py`; None: Task 4's own forward.
 
                     whole               this rank's
+    ids             (B, n + S)          (B, (n+S)/P)        -100: a virtual token, or filler
+    places          (B or 1, n + S)     (B or 1, (n+S)/P)   in a document, its virtual tokens first
     embeddings      (B, n + S, H)       (B, (n+S)/P, H)     never whole anywhere
     targets         (B, n + S)          (B, (n+S)/P)        virtual tokens are none; shifted once
     logits                              (B, (n+S)/P, V)     or a few tokens', with techniques
     """
-    base = base_of(model)
-    prompt = virtual_tokens(model, len(ids))
-    n, S, embed = len(prompt[0]), ids.shape[1], base.get_input_embeddings()
-    positions = torch.arange(n + S)[base.tokens(n + S)]  # this rank's, in their order
-    virtual = int((positions < n).sum())
-    positions = positions.to(ids.device)
+    base, prompt = base_of(model), virtual_tokens(model, len(ids))
+    n, embed = prompt.shape[1], base.get_input_embeddings()
+    if ids.dim() == 3:
+        ids, places = ids.unbind(1)
+    else:  # each row is one document
+        ids = F.pad(ids, (n, 0), value=-100)
+        places = torch.arange(ids.shape[1], device=ids.device)[None]
+    length = ids.shape[1]
+    mine = base.tokens(length)  # this rank's, in their order
+    here = places[:, mine].expand(len(ids), -1)
+    virtual = (here < n).nonzero(as_tuple=True)
 
     def embeddings():
-        tokens = embed(ids[:, positions[virtual:] - n])
+        tokens = embed(ids[:, mine].clamp(min=0))
         # Also where this rank has no virtual token, what it has comes to depend on the prompt, by
         # an empty piece: else autograd would see nothing to train here, and skip the collectives.
-        return torch.cat([prompt[:, positions[:virtual]].to(tokens), tokens], dim=1)
+        return tokens.index_put(virtual, prompt[virtual[0], here[virtual]].to(tokens))
 
-    targets = F.pad(ids, (n, 1), value=-100)[:, 1:]
-    mine, count = targets[:, positions], (targets != -100).sum()
+    labels = ids.masked_fill(places == 0, -100)  # first tokens are predicted from nothing
+    targets = F.pad(labels, (0, 1), value=-100)[:, 1:]
+    targets, count = targets[:, mine], (targets != -100).sum()
     if techniques:
-        return sequence_loss(base, embeddings, mine, n + S, mesh, techniques) / count
-    inputs = dict(attention_mask=base.seen(n + S, device=ids.device), position_ids=positions[None])
+        return sequence_loss(base, embeddings, targets, length, mesh, techniques, places) / count
+    documents = documents_of(places)
+    seen = documents[:, None, None] if documents.any() else base.seen(length, device=ids.device)
+    inputs = dict(attention_mask=seen, position_ids=places[:, mine])
     output = base.model(inputs_embeds=embeddings(), **inputs)
-    return sum_of_losses(base.lm_head(output.last_hidden_state), mine) / count
+    return sum_of_losses(base.lm_head(output.last_hidden_state), targets) / count
 
 
 def forward_backward(model, ids, mesh, techniques=None, norms=None):
@@ -188,6 +204,8 @@ def main():
     add("--text", help="a UTF-8 file or a URL; default: Ulysses from Project Gutenberg, or for "
         "tiny, smollm2 and random/ models the project's own stories")  # fmt: skip
     add("--seq-len", type=positive, default=128, help="tokens of text a sequence; default 128")
+    add("--pack", action="store_true", help="fill sequences with whole documents, stories or a "
+        "text's paragraphs, each as if alone; default no: cut the text")  # fmt: skip
     add("--batch-size", type=positive, default=1, help="sequences a step; default 1")
     add("--num-sequences", type=positive, help="to cut from the start of the text, which steps "
         "take in turn; default the batch size: every step has the same")  # fmt: skip
@@ -217,12 +235,13 @@ def finetune(run, args):
     """All that the script does."""
     run.mark, result = "S", "model" if args.peft == "none" else "adapter"
     checkpoints = Checkpoints(run, args.output_dir, result, args.resume)
-    positions = args.seq_len + (args.num_virtual_tokens if args.peft == "prompt" else 0)
-    ids = read_text(run, args, positions)
+    rows, documents, positions = read_text(run, args)
+
+    def turn(i):
+        return [(i * args.batch_size + j) % len(rows) for j in range(args.batch_size)]
 
     def batches(i):
-        first = i * args.batch_size
-        return ids[[(first + j) % len(ids) for j in range(args.batch_size)]]
+        return rows[turn(i)]
 
     adapter = adapter_config(args.peft, args.num_virtual_tokens, args.lora_rank)
     load_model = partial(load, run, adapter, checkpointing=args.gradient_checkpointing)
@@ -234,14 +253,15 @@ def finetune(run, args):
     run.print0(f"Parameters: {count} trainable / {total} total")
     check_replicas(run, parameters, "before")
     same = {f"--{name.replace('_', '-')}": getattr(args, name) for name in SAME}
-    checkpoints.find(identity(same, run.source.config, base_of(model), ids))
+    checkpoints.find(identity(same, run.source.config, base_of(model), rows))
     if techniques := techniques_of(args, run.device):
         techniques = possible_techniques(run, model, techniques)
     compute, checked = partial(forward_backward, mesh=mesh, techniques=techniques), None
     if args.check_steps:
         reference = load_model() if run.rank == 0 else None
         recomputes = None if techniques else 2 if args.gradient_checkpointing else 1
-        first = [batches(i) for i in range(min(args.check_steps, args.steps))]
+        first = [(batches(i), one_by_one([documents[row] for row in turn(i)], run.device))
+                 for i in range(min(args.check_steps, args.steps))]  # fmt: skip
         alone = each_alone(run, model)
         checked = check_training(run, model, reference, compute, first, args.lr, recomputes, alone)
         del reference
@@ -264,7 +284,7 @@ def finetune(run, args):
             checkpoints.interrupt(len(losses))
 
     limited = args.memory_budget or run.device.type == "cuda"
-    idle = peak_memory(run, lambda: limited and warm_up(run, model, compute, ids))
+    idle = peak_memory(run, lambda: limited and warm_up(run, model, compute))
     within = partial(within_budget, run, args.memory_budget, (args.batch_size, positions))
     peaks = peak_memory(run, lambda: within(training))
     run.results |= {"losses": losses, "sha256": check_replicas(run, parameters, "after"),
@@ -274,26 +294,6 @@ def finetune(run, args):
     report(run, args.batch_size * positions)
     if args.output_dir:
         run.together(lambda: save_result(run, model, checkpoints))
-
-
-def read_text(run, args, positions):
-    """The ids of --num-sequences sequences of the text, of --seq-len tokens each."""
-    config, seq_len, most = run.source.config, args.seq_len, 2**20
-    if args.memory_budget and run.device.type != "cuda" and sys.platform != "linux":
-        raise UserError("--memory-budget: only on CUDA and Linux can memory be limited")
-    ids = load_sequences(run, args.text, args.num_sequences, seq_len)
-    if args.num_virtual_tokens > most:
-        raise UserError(f"--num-virtual-tokens {args.num_virtual_tokens}: at most {most}")
-    if positions < run.world_size or seq_len < 3:  # of two tokens, some gradients are 0
-        raise UserError(f"--seq-len {seq_len}: too short, each rank needs a token, and the loss "
-                        "three")  # fmt: skip
-    if positions > config.max_position_embeddings:
-        run.print0(f"note: {positions} positions, but {run.source.name} was made for "
-                   f"{config.max_position_embeddings}")  # fmt: skip
-    if config.attention_dropout:
-        run.print0(f"note: attention dropout {config.attention_dropout} is left out")
-        config.attention_dropout = 0.0
-    return ids
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Task 5: what is saved, and what becomes of a job that is killed, stopped, or fed nonsense."""
 
+import itertools
 import json
 import os
 import random
@@ -19,8 +20,9 @@ from safetensors.torch import load_file
 
 import launch
 import utils.text
-from test_planted_bugs import plant
+from test_planted_bugs import paragraphs, plant
 from utils import checkpoint
+from utils.documents import fill, one_by_one, pack
 from utils.errors import UserError
 from utils.models import TINY
 
@@ -64,6 +66,64 @@ def test_bfloat16(peft, odd_llama, tmp_path):
     args = ["--model", odd_llama, "--dtype", "bfloat16", "--peft", peft, "--check-steps", 3]
     result, _ = finetune(tmp_path, *args, "--steps", 3, nproc=2)
     assert result.code == 0 and result.out.count("Tests passed") == 2, result.tail()
+
+
+# Ranks, attention, what is trained, other flags.
+PACKED = [
+    (1, "ulysses", "lora", "--steps 2"), (2, "ring", "prompt", "--steps 2"),
+    (3, "ulysses", "none", "--steps 2"), (4, "ring", "lora", "--gradient-checkpointing"),
+    (4, "ulysses", "prompt", "--no-long-sequence"), (1, "ring", "none", "--steps 2"),
+    (3, "ulysses", "lora", "--dtype float32"),
+]  # fmt: skip
+EVERY = (
+    "--gradient-checkpointing", "--selective-checkpoint", "--no-saved-outputs", "--no-tiled-loss",
+    "--no-tiled-mlp", "--no-head-groups", "--no-long-sequence",
+)  # fmt: skip
+PACKED += [
+    pytest.param(nproc, attention, peft, flag, marks=pytest.mark.stress)
+    for nproc in (1, 2, 3, 4) for attention in ("ulysses", "ring")
+    for peft, flag in zip(itertools.cycle(("prompt", "lora", "none")), EVERY)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("nproc", "attention", "peft", "flag"), PACKED)
+def test_packed(nproc, attention, peft, flag, tmp_path, odd_llama):
+    """Rows of several documents: what plain PEFT makes of the same ones as a padded batch."""
+    args = ["--model", odd_llama, "--attention", attention, "--peft", peft, "--pack"]
+    args += [*paragraphs(tmp_path), "--seq-len", 37, "--batch-size", 2]
+    args += ["--num-sequences", 3, "--dtype", "float64", "--check-steps", 2, "--steps", 2]
+    result, _ = finetune(tmp_path, *args, *flag.split(), nproc=nproc)
+    assert result.code == 0 and result.out.count("Tests passed") == nproc, result.tail()
+    documents = int(re.search(r"^text: (\d+) documents of \S+ in 3 rows, ", result.out, re.M)[1])
+    assert documents > 6, result.tail()
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("attention", ["ulysses", "ring"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_packed_stories(dtype, attention, tmp_path):
+    """Of the project's own, of which a row of 700 positions has two or three."""
+    args = ["--pack", "--seq-len", 668, "--dtype", dtype, "--attention", attention]
+    result, _ = finetune(tmp_path, *args, "--check-steps", 1, "--steps", 2, nproc=2)
+    assert result.code == 0 and result.out.count("Tests passed") == 2, result.tail()
+    assert re.search(r"^text: [23] documents of stories .* in 1 rows, ", result.out, re.M)
+
+
+def test_rows_of_documents():
+    """In order, whole but for what no row can hold; and taken apart again for the reference."""
+    lengths = [3, 4, 1, 30, 2, 5, 9]
+    documents = [[10 * i + j for j in range(n)] for i, n in enumerate(lengths)]
+    rows = fill(documents, 4, 12, 2)
+    assert rows == [documents[:2], [documents[3][:10]], documents[4:6], documents[6:]]
+    assert fill(documents, 1, 12, 2) == rows[:1]
+    rows = [[torch.tensor(document) for document in row] for row in rows]
+    ids, places = pack(rows, 12, 2)[0].tolist()
+    assert ids == [-100, -100, 0, 1, 2, -100, -100, 10, 11, 12, 13, -100]
+    assert places == [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 0]
+    plain = one_by_one(rows[:1], "cpu")
+    assert plain["labels"].tolist() == [[0, 1, 2, -100], [10, 11, 12, 13]]
+    assert plain["attention_mask"].tolist() == [[1, 1, 1, 0], [1, 1, 1, 1]]
+    assert "attention_mask" not in one_by_one(rows[3:], "cpu")
 
 
 def test_printed_lines(tmp_path):
@@ -361,7 +421,8 @@ def test_a_good_checkpoint_at_every_moment(tmp_path):
 @pytest.mark.parametrize(
     ("flag", "value", "named"),
     [("--seed", 5, "--seed was 1337, is 5"), ("--lr", 0.01, "--lr was 0.001, is 0.01"),
-     ("--text", "other.txt", "another text"), ("--model", "random/small", "another weights")],
+     ("--text", "other.txt", "another text"), ("--model", "random/small", "another weights"),
+     ("--pack", "--check-steps=0", "--pack was False, is True")],
 )  # fmt: skip
 def test_checkpoint_of_another_run(flag, value, named, trained, tmp_path):
     """Refused, with what differs; nothing there is touched."""
@@ -412,6 +473,7 @@ def own_folder(folder, **kind):
     return folder
 
 
+PAIRS = ["--pack", "--peft", "lora", "--model", "random/small", "--num-layers", 1]
 BAD_FLAGS = {
     # name: (flags, in which {} is a folder; what the message says)
     "the output folder is a file": (["--output-dir", "{}/f"], "cannot be written"),
@@ -427,6 +489,10 @@ BAD_FLAGS = {
     "text is a folder": (["--text", "{}"], "a directory"),
     "text is empty": (["--text", "{}/f"], "no text in it"),
     "text is too short": (["--seq-len", 10, "--text", "{}/short.txt"], "but 10 are needed"),
+    "too few documents": (["--pack", "--text", "{}/short.txt", "--batch-size", 2], "fill 1 rows"),
+    "documents of a token": (["--pack", "--text", "{}/letters.txt"], "fill 0 rows, but 1 are"),
+    "documents of two": ([*PAIRS, "--text", "{}/pairs.txt"], "documents of two tokens alone"),
+    "more than is written": (["--pack", "--num-sequences", 10**9], "more than the project writes"),
     "sequence of two tokens": (["--peft", "lora", "--seq-len", 2], "too short"),
     "no learning rate": (["--lr", 0], "must be above 0"),
     "two ways to recompute": (["--selective-checkpoint", "--gradient-checkpointing"], "exclude"),
@@ -450,6 +516,8 @@ def test_refused_again_and_again(trained, tmp_path):
 def test_bad_flags(name, tmp_path):
     own_folder(tmp_path)
     (tmp_path / "short.txt").write_text("A fox.")
+    (tmp_path / "pairs.txt").write_text("ab\n\ncd")
+    (tmp_path / "letters.txt").write_text("a\n\nb\n\nc")
     flags, message = BAD_FLAGS[name]
     result, _ = finetune(tmp_path, *(str(flag).format(tmp_path) for flag in flags))
     result.assert_refused(message)

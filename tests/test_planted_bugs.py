@@ -1,5 +1,6 @@
 """Every check in the scripts can fail: a copy with one wrong line must exit non-zero and say so."""
 
+import random
 import re
 
 import pytest
@@ -39,6 +40,16 @@ def refused(folder, script, nproc, args, check):
     failed = re.findall(r"^FAILED (.*) \(rank=\d+\): ", result.out, re.MULTILINE)
     assert len(failed) == 1 and re.search(check, failed[0]), result.tail()
     assert "Tests passed" not in result.out and not result.err.count("TIMEOUT"), result.tail()
+
+
+def paragraphs(folder):
+    """Flags that make several documents fit into a row: of 2 to 40 tokens, and one of a single."""
+    chance, path = random.Random(0), folder / "paragraphs.txt"
+    lengths = [9, 8, 1, *(chance.randint(2, 12) for _ in range(100)), 40]
+    chance.shuffle(lengths)
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    path.write_text("\n\n".join("".join(chance.choices(letters, k=n)) for n in lengths))
+    return ["--text", path, "--num-virtual-tokens", 3]
 
 
 def arguments(script, odd_llama):
@@ -392,20 +403,20 @@ BUGS = {
         "        return output.to_tuple()", "hidden states",
     ),
     "every rank has the prompt's beginning": (
-        "ulysses_finetune", 3, "ulysses_finetune.py", "prompt[:, positions[:virtual]].to",
-        "prompt[:, :virtual].to", "losses",
+        "ulysses_finetune", 3, "ulysses_finetune.py", "prompt[virtual[0], here[virtual]].to",
+        "prompt[virtual].to", "losses",
     ),
     "virtual tokens are no positions": (
         "ulysses_finetune --no-long-sequence", 2, "ulysses_finetune.py",
-        "position_ids=positions[None]", "position_ids=torch.arange(len(positions))[None]", "losses",
+        "position_ids=places[:, mine]", "position_ids=places[:, : here.shape[1]]", "losses",
     ),
     "the text's labels are shifted twice": (
-        "ulysses_finetune", 2, "ulysses_finetune.py", "(ids, (n, 1), value=-100)[:, 1:]",
-        "(ids, (n, 2), value=-100)[:, 2:]", "losses",
+        "ulysses_finetune", 2, "ulysses_finetune.py", "(labels, (0, 1), value=-100)[:, 1:]",
+        "(labels, (0, 2), value=-100)[:, 2:]", "losses",
     ),
     "a mean of means while training": (
         "ulysses_finetune", 2, "ulysses_finetune.py", "(targets != -100).sum()",
-        "(targets[:, positions] != -100).sum() * mesh.size()", "losses",
+        "(targets[:, mine] != -100).sum() * mesh.size()", "losses",
     ),
     "the adapter's gradients are averaged": (
         "ulysses_finetune", 3, "collectives.py", "all_reduce_(flat, group)",
@@ -453,8 +464,7 @@ BUGS = {
         "in pairs", "losses",
     ),
     "positions are each rank's own": (
-        "ulysses_finetune", 2, "long_sequence.py", "torch.arange(length, device=model.device)[own]",
-        "torch.arange(length, device=model.device)", "losses",
+        "ulysses_finetune", 2, "long_sequence.py", "places[:, own]", "places", "losses",
     ),
     "kept hidden states are written over": (
         "ulysses_finetune --model tiny", 1, "saved_outputs.py", "None if at in kept else x)",
@@ -564,12 +574,12 @@ BUGS = {
     ),
     "in bfloat16 a label of each shard is lost": (
         "ulysses_finetune --dtype bfloat16 --seq-len 96", 2, "ulysses_finetune.py",
-        "(targets != -100).sum()\n", "(targets != -100).sum()\n    mine[:, -2] = -100\n",
+        "(targets != -100).sum()\n", "(targets != -100).sum()\n    targets[:, -2] = -100\n",
         "loss in float32",
     ),
     "in bfloat16 a mean of means while training": (
         "ulysses_finetune --dtype bfloat16 --num-virtual-tokens 1", 3, "ulysses_finetune.py",
-        "(targets != -100).sum()", "(targets[:, positions] != -100).sum() * mesh.size()",
+        "(targets != -100).sum()", "(targets[:, mine] != -100).sum() * mesh.size()",
         "loss in float32",
     ),
     "an optimizer has other betas": (
@@ -998,6 +1008,47 @@ BUGS = {
         "ulysses_forward", 2, "ulysses_forward.py", "[:, :1] - 1) != 1)", "[:, :1] - 1) < 1)",
         "packed documents",
     ),
+    "while training packed documents see each other": (
+        "ulysses_finetune --pack", 2, "long_sequence.py", "documents if documents.any() else None",
+        "None", "losses",
+    ),
+    "a ring takes packed documents for one": (
+        "ulysses_finetune --pack --attention ring", 2, "long_sequence.py",
+        "model.zigzag, self.documents)", "model.zigzag)", "losses",
+    ),
+    "layers taken apart take packed documents for one": (
+        "ulysses_finetune --pack", 2, "long_sequence.py", "if self.documents is None:", "if True:",
+        "layers taken apart: loss",
+    ),
+    "Task 4's own forward takes packed documents for one": (
+        "ulysses_finetune --pack --no-long-sequence --peft none", 2, "ulysses_finetune.py",
+        "if documents.any()", "if False", "losses",
+    ),
+    "positions of packed documents do not restart": (
+        "ulysses_finetune --pack --peft lora", 1, "documents.py",
+        "torch.cat([torch.arange(len(piece)) for piece in pieces])", "torch.arange(length)",
+        "losses",
+    ),
+    "only a row's first document has a virtual prompt": (
+        "ulysses_finetune --pack", 2, "documents.py", "(virtual, 0)",
+        "(virtual * (document is row[0]), 0)", "losses",
+    ),
+    "a packed document is predicted from the one before it": (
+        "ulysses_finetune --pack --peft lora", 2, "ulysses_finetune.py", "places == 0",
+        "places < 0", "losses",
+    ),
+    "filler has a loss": (
+        "ulysses_finetune --pack", 2, "documents.py", "pieces.append(ids[sum(map(len, pieces)) :])",
+        "pieces.append(ids[sum(map(len, pieces)) :].clamp(min=0))", "losses",
+    ),
+    "first tokens of packed documents are counted, too": (
+        "ulysses_finetune --pack --peft none", 2, "ulysses_finetune.py", "(targets != -100).sum()",
+        "(ids != -100).sum()", "losses",
+    ),
+    "only a row's first document has gradients": (
+        "ulysses_finetune --pack --peft lora", 2, "kernels.py", "whole[part] = piece",
+        "whole[part] = piece * (part[2].start == 0)", "grad",
+    ),
     "the lookup learns nothing": (
         "tp_ulysses --megatron-sp", 2, "tp_ulysses.py", "llama.embed_tokens.part(ids)",
         "llama.embed_tokens.part(ids).detach()", "embed_tokens.weight grad",
@@ -1050,6 +1101,7 @@ def test_planted_bug(name, tmp_path, odd_llama):
     plant(tmp_path, file, old, new)
     args = [] if check == "golden" else arguments(script, odd_llama)
     args += ["--overfit", 60] if check in ("losses while overfitting", "last loss") else []
+    args += paragraphs(tmp_path) if "--pack" in flags else []
     refused(tmp_path, script, nproc, args + flags, check)
 
 

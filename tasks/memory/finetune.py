@@ -3,6 +3,7 @@
 import argparse
 import copy
 import statistics
+import sys
 import tempfile
 import warnings
 from dataclasses import asdict
@@ -14,10 +15,12 @@ from safetensors.torch import save_file
 
 from memory.long_sequence import Techniques, possible
 from utils.checkpoint import fingerprint, fingerprint_of_config, swap
+from utils.documents import load_documents, pack
 from utils.errors import UserError
 from utils.flags import gib, positive
 from utils.measure import is_for_memory, limited_memory
 from utils.models import is_hub_id
+from utils.text import load_sequences
 from utils.training_checks import base_of, trained
 
 SAVES = {
@@ -75,6 +78,41 @@ def load(run, config, parallelize=None, checkpointing=False):
         for parameter in trained(model).values():
             parameter.data = parameter.data.double()
     return model.train()  # PEFT leaves it in eval, where checkpointing does nothing
+
+
+def read_text(run, args):
+    """--num-sequences rows of the text, as `shard_loss` takes them; each one's documents; its size.
+
+    Of a row that is not packed its tokens are the one document. The size is in positions, of
+    virtual tokens, too.
+    """
+    config, seq_len, most = run.source.config, args.seq_len, 2**20
+    virtual = args.num_virtual_tokens if args.peft == "prompt" else 0
+    if args.memory_budget and run.device.type != "cuda" and sys.platform != "linux":
+        raise UserError("--memory-budget: only on CUDA and Linux can memory be limited")
+    if args.num_virtual_tokens > most:
+        raise UserError(f"--num-virtual-tokens {args.num_virtual_tokens}: at most {most}")
+    # Of two tokens, some gradients are 0.
+    if virtual + seq_len < run.world_size or seq_len < 3:
+        raise UserError(f"--seq-len {seq_len}: too short, each rank needs a token, and the loss "
+                        "three")  # fmt: skip
+    if args.pack:
+        documents = load_documents(run, args.text, args.num_sequences, virtual + seq_len, virtual)
+        rows = pack(documents, virtual + seq_len, virtual).to(run.device)
+        if any(virtual + max(map(len, row)) < 3 for row in documents):
+            raise UserError("--pack: a row has documents of two tokens alone, but the loss needs "
+                            "one of three: use a larger --seq-len, or another text")  # fmt: skip
+    else:
+        rows = load_sequences(run, args.text, args.num_sequences, seq_len)
+        documents = [[row] for row in rows]
+    longest = virtual + max(len(document) for row in documents for document in row)
+    if longest > config.max_position_embeddings:
+        run.print0(f"note: {longest} positions, but {run.source.name} was made for "
+                   f"{config.max_position_embeddings}")  # fmt: skip
+    if config.attention_dropout:
+        run.print0(f"note: attention dropout {config.attention_dropout} is left out")
+        config.attention_dropout = 0.0
+    return rows, documents, virtual + seq_len
 
 
 # ---------------------------------------------------------------- saving memory
@@ -136,9 +174,9 @@ def each_alone(run, model):
             yield name, techniques
 
 
-def warm_up(run, model, compute, ids):
+def warm_up(run, model, compute):
     """A step of as few tokens as can be, so that threads and libraries have what they keep."""
-    compute(model, ids[:1, : max(2, run.world_size)])
+    compute(model, torch.zeros(1, max(2, run.world_size), dtype=torch.long, device=run.device))
     model.zero_grad()
     aside = torch.nn.Parameter(torch.zeros(1, device=run.device))
     aside.grad = torch.zeros_like(aside)

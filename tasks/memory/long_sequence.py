@@ -35,9 +35,16 @@ from memory.head_groups import plan_rounds, project, sliceable
 from memory.saved_outputs import SavedOutputs
 from memory.tiled_loss import TiledLoss, tiles
 from ring_attention import Ring, RingAttention, RingLlama, ring_backward, ring_forward
-from ulysses_forward import AllToAll, sum_of_losses
+from ulysses_forward import AllToAll, by_documents, documents_of, sum_of_losses
 from utils.collectives import group_of_axis
-from utils.kernels import attend, attend_backward, for_all
+from utils.kernels import (
+    attend,
+    attend_backward,
+    attend_parts,
+    attend_parts_backward,
+    for_all,
+    parts_of,
+)
 from utils.shards import shard_range
 
 
@@ -65,7 +72,7 @@ class Techniques:
         return self.tile_tokens or max(1, self.tile_bytes // (numbers * itemsize))
 
 
-def sequence_loss(model, embeddings, targets, length, mesh, techniques):
+def sequence_loss(model, embeddings, targets, length, mesh, techniques, places=None):
     """Sum of this rank's tokens' losses; as `ulysses_forward` has it, but for the memory it takes.
 
     Layers are taken apart: hooks on them are not called. Raises ValueError where they are not
@@ -73,11 +80,14 @@ def sequence_loss(model, embeddings, targets, length, mesh, techniques):
 
     model: a sequence-parallel LlamaForCausalLM. embeddings(): those of this rank's share of a
     sequence of `length` tokens, (B, S/P, H), each time in a new tensor. targets: (B, S/P), -100:
-    none. mesh: of the one axis on which the sequence is split.
+    none. mesh: of the one axis on which the sequence is split. places: all tokens' positions, (B or
+    1, S); where they jump, a document begins, as in Task 4's forward. None: 0, 1, 2, ...
     """
     if why := possible(model, techniques)[1]:
         raise ValueError(f"{why}: ask `possible` for the techniques that are left")
-    stack = Stack(model, embeddings, len(targets), length, group_of_axis(mesh), techniques)
+    if places is None:
+        places = torch.arange(length, device=model.device)[None]
+    stack = Stack(model, embeddings, len(targets), places, group_of_axis(mesh), techniques)
     norm, head = model.model.norm, model.lm_head
 
     def loss_of(hidden):
@@ -146,25 +156,32 @@ class Stack:
           -> attention, (B, n, S, D)
           -> all-to-all -> flat again, of each rank's heads (S/P, B, n, D)  `to_tokens`
 
-    Tokens come first in a piece, so that the pieces that arrive are the sequence, in order.
+    Tokens come first in a piece, so that the pieces that arrive are the sequence, in order. Of
+    several documents in a row, each is a call of attention's kernel.
     """
 
-    def __init__(self, model, embeddings, batch_size, length, group, techniques):
+    def __init__(self, model, embeddings, batch_size, places, group, techniques):
         self.model, self.layers, self.group = model.model, model.model.layers, group
         self.embeddings, self.techniques, config = embeddings, techniques, model.config
+        length, documents = places.shape[1], documents_of(places).expand(batch_size, -1)
+        self.documents = documents if documents.any() else None
         self.B, self.S, self.D = batch_size, length, self.layers[0].self_attn.head_dim
         ranks, self.rank = group.size(), group.rank()
         shares = [shard_range(length, ranks, rank) for rank in range(ranks)]
         self.tokens = [stop - first for first, stop in shares]
         own, self.mine = slice(*shares[self.rank]), self.tokens[self.rank]
-        self.positions = torch.arange(length, device=model.device)[own]
+        self.positions = places[:, own]
         self.attend, self.attend_backward, self.ring = attend, attend_backward, None
         if isinstance(model, RingLlama):  # whose ranks exchange no heads: each is as if alone
-            self.ring = Ring(group, length, model.zigzag)
-            self.positions = self.ring.order().to(model.device)[own]
+            self.ring = Ring(group, length, model.zigzag, self.documents)
+            self.positions = places[:, self.ring.order()[own]]
             self.attend = partial(ring_forward, self.ring)
             self.attend_backward = partial(ring_backward, self.ring)
             ranks, self.rank, self.tokens, self.S = 1, 0, [self.mine], self.mine
+        elif self.documents is not None:
+            parts = parts_of(documents)
+            self.attend = partial(attend_parts, parts)
+            self.attend_backward = partial(attend_parts_backward, parts)
         self.dropout = config.attention_dropout if model.training else 0.0
         self.rounds = plan_rounds(config, ranks, techniques.head_groups)
         self.made = {}  # by `indices`: once, not for each tile of each pass
@@ -217,7 +234,7 @@ class Stack:
     def qkv_of_tokens(self, layer, x, at, turn):
         """q, k and v of a round, of tokens `at`: a piece (tokens, B, heads, D) for each rank."""
         normed = layer.input_layernorm(x)
-        cos, sin = self.model.rotary_emb(x, self.positions[None, at])
+        cos, sin = self.model.rotary_emb(x, self.positions[:, at])
         queries, keys = zip(*turn, strict=True)
 
         def heads(linear, ranges):
@@ -261,6 +278,11 @@ class Stack:
 
     # ------------------------------------------------ with autograd
 
+    def causal(self, q, k, v, attention_mask=None):
+        """Causal attention, as Hugging Face has it: (B, S, heads, D), and None."""
+        o = F.scaled_dot_product_attention(q, k, v, None, self.dropout, is_causal=True)
+        return o.transpose(1, 2), None
+
     def run(self, x):
         """All layers, under autograd: hidden states before the final norm."""
         contexts = noop_context_fn
@@ -288,7 +310,10 @@ class Stack:
                 o = RingAttention.apply(q, k, v, self.ring)
             elif stop > first:
                 k, v = (for_all(t, stop - first) for t in (k, v))
-                o = F.scaled_dot_product_attention(q, k, v, None, self.dropout, is_causal=True)
+                if self.documents is None:
+                    o = self.causal(q, k, v)[0].transpose(1, 2)
+                else:
+                    o = by_documents(self.causal, q, k, v, self.documents).transpose(1, 2)
             else:
                 # A checkpoint recomputes when the first tensor is asked for that autograd saved. A
                 # rank without heads must save one here, too: else it would call the all-to-alls of

@@ -1,16 +1,20 @@
-"""Documents to pretrain on: each one row of tokens, clipped or padded to a length."""
+"""Documents to train on: each one row of tokens, clipped or padded to a length, or several packed
+in a row.
+"""
 
 import math
 import re
 from collections import Counter
-from itertools import islice, pairwise
+from itertools import chain, islice, pairwise
 
 import torch
+import torch.nn.functional as F
 from torch.utils.data import Dataset
 
+from utils.batches import pad
 from utils.errors import UserError
 from utils.models import TINY
-from utils.text import find_text, own_stories
+from utils.text import bytes_of, find_text, has_own_text, own_stories, read_some
 
 BOT, EOT, PAD = "[BOT]", "[EOT]", "[PAD]"
 OWN = 240  # stories of the project's own, unless it is said how many
@@ -42,7 +46,7 @@ def load_rows(run, where, count, length, batch_size):
             texts = islice(texts, OWN) if count is None else texts
         else:
             name, text = find_text(where, source, 0, run.seed)
-            texts = filter(None, map(str.strip, re.split(r"\n\s*\n", text)))
+            texts = paragraphs(text)
         texts = list(islice(once_each(texts), count))
         if len(texts) < (count or 1):
             raise UserError(f"--text {name}: {len(texts)} different paragraphs, but "
@@ -68,6 +72,11 @@ def load_rows(run, where, count, length, batch_size):
         run.print0(f"note: {count - held - len(rest)} documents are, cut off, as one that is held "
                    "out: they are left out")  # fmt: skip
     return tokenizer, *(Rows(part, length, tokenizer) for part in (rest, documents[:held]))
+
+
+def paragraphs(text):
+    """What blank lines lie between."""
+    return filter(None, map(str.strip, re.split(r"\n\s*\n", text)))
 
 
 def once_each(texts):
@@ -98,6 +107,93 @@ class Rows(Dataset):
         labels.fill_(-100)
         ids[: len(row)] = labels[: len(row)] = row
         return ids, labels
+
+
+# ---------------------------------------------------------------- packed rows
+
+
+def load_documents(run, where, count, length, virtual):
+    """So many rows of whole documents, on every rank: of each row its documents' tokens, (S,).
+
+    length, virtual: a row's positions, and of these the virtual tokens in front of each document.
+    where: as in `load_sequences`. A text's paragraphs are its documents, and stories of the
+    project's own. Rank 0 alone reads it. Raises UserError, on all ranks, as `load_sequences` does.
+    """
+    tokenizer, source = run.tokenizer, run.source
+
+    def encode(text):
+        if tokenizer:
+            return tokenizer(text, verbose=False)["input_ids"]
+        return bytes_of(text, source.config.vocab_size)
+
+    def load():
+        if run.rank:
+            return None
+        needed = count * length
+        if has_own_text(where, source):
+            name = f"stories of the project's own (seed {run.seed})"
+            texts = own_stories(run.seed, needed)
+        else:
+            name, text = read_some(run, where, needed)
+            texts = paragraphs(text)
+        rows = fill(map(encode, texts), count, length, virtual)
+        if len(rows) < count:
+            raise UserError(f"--text {name}: its paragraphs fill {len(rows)} rows, but {count} are "
+                            "needed: give a longer text, or ask for fewer")  # fmt: skip
+        return name, rows
+
+    name, rows = run.broadcast(run.together(load))
+    sizes = [virtual + len(document) for row in rows for document in row]
+    kind = "" if tokenizer else "; no tokenizer: its bytes are the tokens"
+    run.print0(f"text: {len(sizes)} documents of {name} in {count} rows, "
+               f"{sum(sizes) / count / length:.0%} of the positions used{kind}")  # fmt: skip
+    return [[torch.tensor(document) for document in row] for row in rows]
+
+
+def fill(documents, count, length, virtual):
+    """At most so many rows, in the documents' order: what does not fit begins the next one.
+
+    A document that is longer than a row is cut off at its end. One of fewer than two tokens, which
+    teaches nothing, is left out.
+    """
+    rows, left = [], 0
+    for document in documents:
+        document = document[: length - virtual]
+        if len(document) < 2:
+            continue
+        if virtual + len(document) > left:
+            if len(rows) == count:
+                break
+            rows.append([])
+            left = length
+        rows[-1].append(document)
+        left -= virtual + len(document)
+    return rows
+
+
+def pack(rows, length, virtual):
+    """(rows, 2, length) of rows of documents: tokens, and each one's place in its document.
+
+    -100 are the virtual tokens in front of each document, and filler, a last document of its own.
+    """
+    packed = torch.full((len(rows), 2, length), -100)
+    for (ids, places), row in zip(packed, rows, strict=True):
+        pieces = [F.pad(document, (virtual, 0), value=-100) for document in row]
+        pieces.append(ids[sum(map(len, pieces)) :])
+        ids[:] = torch.cat(pieces)
+        places[:] = torch.cat([torch.arange(len(piece)) for piece in pieces])
+    return packed
+
+
+def one_by_one(rows, device):
+    """What the unmodified model takes of some rows' documents: a batch of them, padded."""
+    documents = list(chain(*rows))
+    ids, mask, labels = pad(documents, max(map(len, documents)))
+    inputs = dict(input_ids=ids, labels=labels) | ({} if mask.all() else {"attention_mask": mask})
+    return {name: tensor.to(device) for name, tensor in inputs.items()}
+
+
+# ---------------------------------------------------------------- a yardstick
 
 
 def bigram_loss(rows, held, vocab_size):

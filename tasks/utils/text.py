@@ -32,17 +32,11 @@ def load_sequences(run, where, count, seq_len):
     def load():
         if run.rank:
             return None
-        name, text = find_text(where, run.source, needed, run.seed)
-        if not text.strip():
-            raise UserError(f"--text {name}: no text in it")
-        enough = max(ENOUGH, 100 * needed)
-        if len(text) > enough:
-            run.print0(f"note: only the first {enough} characters of {name} are read")
-            text = text[:enough]
+        name, text = read_some(run, where, needed)
         if tokenizer:
             tokens = tokenizer(text, verbose=False)["input_ids"]
         else:
-            tokens = [byte % run.source.config.vocab_size for byte in text.encode()]
+            tokens = bytes_of(text, run.source.config.vocab_size)
         if len(tokens) < needed:
             raise UserError(f"--text {name}: {len(tokens)} tokens, but {needed} are needed: give a "
                             "longer text, or a smaller --seq-len")  # fmt: skip
@@ -57,11 +51,32 @@ def load_sequences(run, where, count, seq_len):
     return ids[:, :needed].view(count, seq_len)
 
 
+def read_some(run, where, needed):
+    """`find_text`, as much as so many tokens can need. UserError where there is none."""
+    name, text = find_text(where, run.source, needed, run.seed)
+    if not text.strip():
+        raise UserError(f"--text {name}: no text in it")
+    enough = max(ENOUGH, 100 * needed)
+    if len(text) > enough:
+        run.print0(f"note: only the first {enough} characters of {name} are read")
+    return name, text[:enough]
+
+
+def bytes_of(text, vocab_size):
+    """The tokens where there is no tokenizer."""
+    return [byte % vocab_size for byte in text.encode()]
+
+
+def has_own_text(where, source):
+    """Whether the text is one that the project writes."""
+    return where is None and (source.directory in (None, TINY) or source.name == "smollm2")
+
+
 def find_text(where, source, needed, seed):
     """The text, and what to call it."""
     if where is not None and not is_url(where):
         return where, decode(read_file(where), where)
-    if where is None and (source.directory in (None, TINY) or source.name == "smollm2"):
+    if has_own_text(where, source):
         return own_text(needed, seed)
     url = where or ULYSSES
     try:
@@ -73,8 +88,9 @@ def find_text(where, source, needed, seed):
         return f"{name}, since {url} is out of reach ({error})", text
 
 
-def own_stories(seed):
-    """Stories that the project writes, without end."""
+def own_stories(seed, needed=0):
+    """Stories that the project writes, without end. needed: tokens that are wanted."""
+    limit_own(needed)
     sys.path.insert(0, str(TINY))
     from corpus import stories
 
@@ -83,14 +99,18 @@ def own_stories(seed):
 
 def own_text(needed, seed):
     """Stories that the project writes, enough of them; a token has fewer than 8 characters."""
-    if needed > 10**8:
-        raise UserError(f"{needed} tokens are more than the project writes: take fewer, or a text "
-                        "of your own")  # fmt: skip
+    limit_own(needed)
     sys.path.insert(0, str(TINY))
     from corpus import text
 
     length = max(100_000, 8 * needed)
     return f"stories of the project's own (seed {seed})", text(seed, length, separator="\n\n")
+
+
+def limit_own(needed):
+    if needed > 10**8:
+        raise UserError(f"{needed} tokens are more than the project writes: take fewer, or a text "
+                        "of your own")  # fmt: skip
 
 
 def is_url(where):

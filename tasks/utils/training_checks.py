@@ -26,8 +26,11 @@ def make_optimizer(model, lr):
 # ---------------------------------------------------------------- the checks
 
 
-def whole_step(model, ids):
-    """The single rank's, by plain PEFT's own forward: token losses, their mean, and gradients."""
+def whole_step(model, inputs):
+    """The single rank's, by plain PEFT's own forward: token losses, their mean, and gradients.
+
+    inputs: what that forward takes, labels, too.
+    """
     kept = []
 
     def loss_function(logits, labels, vocab_size, **kwargs):  # see `token_losses`
@@ -36,14 +39,14 @@ def whole_step(model, ids):
 
     base_of(model).loss_function = loss_function
     model.zero_grad()
-    loss = model(input_ids=ids, labels=ids).loss
+    loss = model(**inputs).loss
     loss.backward()
     return kept[0].detach(), loss.detach()
 
 
-def expect_step(run, references, ids):
+def expect_step(run, references, inputs):
     """The losses of a step of the references, and what their own error is at least."""
-    losses, means = run.expect(lambda model: whole_step(model, ids), references)
+    losses, means = run.expect(lambda model: whole_step(model, inputs), references)
     return means, error_of_mean(*losses)
 
 
@@ -69,15 +72,16 @@ def check_training(run, model, reference, compute, batches, lr, recomputes=None,
     Adam, which divides it by its own size, makes a whole step of its rounding.
 
     reference: on rank 0, the same model and adapter, whole. compute(model, ids): the very function
-    that trains. batches: the ids of each step. recomputes: how often a layer should run in a step,
-    where it is counted; else what `alone` yields, (name, techniques), is checked, each by itself.
+    that trains. batches: of each step (ids, what the single rank takes of the same documents).
+    recomputes: how often a layer should run in a step, where it is counted; else what `alone`
+    yields, (name, techniques), is checked, each by itself.
     """
     references, before = run.references(reference), copy_of(trained(model))
     optimizers = [make_optimizer(m, lr) for m in (model, *references[:1])]
     calls, layer = [], base_of(model).model.layers[0]
     # A hook before, since recomputing stops early.
     hook = layer.mlp.register_forward_pre_hook(lambda *_: calls.append(1.0))
-    steps = [check_step(run, model, references, optimizers, compute, ids) for ids in batches]
+    steps = [check_step(run, model, references, optimizers, compute, *batch) for batch in batches]
     hook.remove()
     if recomputes:
         runs = torch.tensor(calls).sum() / len(steps)
@@ -92,24 +96,25 @@ def check_training(run, model, reference, compute, batches, lr, recomputes=None,
         run.check(f"{kind} after a step")
     narrow = run.dtype == torch.bfloat16
     if narrow or recomputes is None:
-        once_more = batches[0], *expect_step(run, references, batches[0])
+        once_more = expect_step(run, references, batches[0][1])
         if narrow:
-            check_in_float32(run, model, compute, *once_more)
+            check_in_float32(run, model, compute, batches[0][0], *once_more)
         if recomputes is None:
-            check_techniques(run, model, references, compute, alone, *once_more)
+            check_techniques(run, model, references, compute, alone, *batches[0], *once_more)
     restore(model, before)
     return losses
 
 
-def check_step(run, model, references, optimizers, compute, ids):
+def check_step(run, model, references, optimizers, compute, ids, inputs):
     """Both take one step from the same parameters, which is compared: (reference's loss, loss)."""
-    expected, own = expect_step(run, references, ids)
+    expected, own = expect_step(run, references, inputs)
     model.zero_grad()
     # Of all shares of the sequence.
     parts = all_gather(compute(model, ids).double(), base_of(model).group)
     loss = parts.new_tensor(sum(parts.tolist()))  # in the order that training adds in
     run.compare("losses", [(loss, *(x.double() for x in expected))], own=own)
-    compare_gradients(run, lambda n: f"{kind_of(n)} grad", model, references, ids.numel())
+    tokens = (inputs["labels"] != -100).sum()
+    compare_gradients(run, lambda n: f"{kind_of(n)} grad", model, references, tokens)
     mine, whole = trained(model), trained(references[0]) if references else {}
     for name, parameter in whole.items():
         parameter.grad = mine[name].grad.clone()
@@ -149,15 +154,16 @@ def check_in_float32(run, model, compute, ids, expected, own):
     run.check("loss in float32", [(loss, exact)], bound)  # both round, so twice
 
 
-def check_techniques(run, model, references, compute, alone, ids, expected, own):
+def check_techniques(run, model, references, compute, alone, ids, inputs, expected, own):
     """Each technique alone: loss and gradients after the steps before (at first LoRA's are 0)."""
+    tokens = (inputs["labels"] != -100).sum()
     for name, techniques in alone:
         model.zero_grad()
         loss = compute(model, ids, techniques=techniques)
         loss = all_gather(loss, base_of(model).group).sum(0)
         run.check(f"{name}: loss", [(loss, *(x.to(loss) for x in expected))], own=own)
         check = f"{name}: gradients"
-        compare_gradients(run, lambda _, check=check: check, model, references, ids.numel())
+        compare_gradients(run, lambda _, check=check: check, model, references, tokens)
         run.check(check)
 
 
