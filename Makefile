@@ -80,6 +80,8 @@ bench: .venv/ready
 	  --json figures/ring_speed_2.json
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node 2 figures/sequence_speed.py \
 	  --num-layers 2 --json figures/sequence_speed.json
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node 4 figures/sequence_speed.py \
+	  --num-layers 2 --repeats 1 --seq-len 2048 8192 --json figures/sequence_speed_4.json
 
 # ESTIMATE="--seq-len 8192 --device-memory 24": its flags. tiny fits anywhere.
 estimate: .venv/ready

@@ -21,6 +21,7 @@ from draw_diagrams import draw_diagrams
 from draw_memory import draw_memory
 from draw_mesh_diagrams import draw_mesh_diagrams
 from draw_pipeline import draw_pipeline
+from draw_timeline import draw_timeline
 
 HERE = Path(__file__).resolve().parent
 # Okabe and Ito's colours, which colour-blind readers can tell apart; hatches for print.
@@ -266,7 +267,7 @@ def draw_gpu(data, records, path):
 
 
 FILES = ("report", "tp_speed", "longest", "collectives", "diagrams", "mesh_diagrams", "pipeline",
-         "data_parallel", "training_memory")  # fmt: skip
+         "data_parallel", "training_memory", "ring_speed_2")  # fmt: skip
 
 
 def kind(data):
@@ -281,6 +282,8 @@ def kind(data):
         return draw_diagrams
     if "timelines" in data.get("results", {}):
         return draw_pipeline
+    if "hops" in data.get("results", {}):
+        return draw_timeline
     if "memory_bytes" in data.get("results", {}):
         return draw_data_parallel
     if "runs" not in data:

@@ -172,7 +172,7 @@ class RingPicture(Canvas):
             for rank, event in self.hops["forward", hop].items():
                 again = self.hops["backward", hop][rank]
                 assert all(again[key] == event[key] for key in ("holds", "computes", "sends"))
-        y = self.lanes(x, y, "backward: all of that again; and gradients of the keys and values")
+        y = self.lanes(x, y, "backward: gradients; keys and values travel again, as above")
         height, gap, came = 0.22, 0.32, {rank: [] for rank in self.ranks}
         for hop in range(self.last + 2):
             self.row(x, y, height, f"hop {hop}" if hop <= self.last else "end")
@@ -201,7 +201,7 @@ class RingPicture(Canvas):
     def legend(self, y):
         rows = (
             "a chunk of keys and values, or of their gradients, in the colour of its home rank. "
-            "Arrow: a message; orange: how many messages, and their bytes.",
+            "Arrow: a message; orange: how many of these, and their bytes.",
             "gradients at home: those of hop 0 stay; the others are added to on their way, and "
             "come home (dashed) from the last rank that needed the keys.",
             "a block of scores, in the colour of the rank that computes it, and the hop in which "

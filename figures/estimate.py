@@ -4,7 +4,7 @@
 
 says of each technique how many ranks it takes until a step fits, and with --technique prints a row
 for each power of two of ranks. On a mesh of two axes it shows the split that fits and sends least,
-or, where none fits, the one that takes least. By closed forms (`formulas.py`): nothing is run.
+or, where none fits, the one that takes least. By closed forms (`techniques.py`): nothing is run.
 """
 
 import argparse
@@ -14,7 +14,8 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "tasks"))
 
-from formulas import TECHNIQUES, Work, estimates
+from formulas import Work
+from techniques import TECHNIQUES, estimates
 from utils.errors import UserError
 from utils.flags import DTYPES, gib, positive
 from utils.models import Source
@@ -22,10 +23,11 @@ from utils.models import Source
 GIB = 2**30
 COLUMNS = "parameters", "gradients", "Adam's", "kept", "peak", "sent"
 LEGEND = """
-kept: by a forward for its backward; nothing is recomputed. peak: the most that tensors take. sent:
-in a step. All numbers, Adam's too, are of --dtype. Where data are parallel (dp) each rank has its
-own --batch-size sequences. finetune trains a prompt alone; kv-cache is a forward. The scripts' own
-checks need more: rank 0 holds the whole model for its reference."""
+kept: by a forward for its backward; without --tile nothing is recomputed. peak: the most that
+tensors take. sent: in a step. All numbers, Adam's too, are of --dtype. Where data are parallel (dp)
+each rank has its own --batch-size sequences. finetune trains a prompt alone; kv-cache is a forward.
+usp: ring R x U is rings of R ranks, of which U neighbours exchange heads. The scripts' own checks
+need more: rank 0 holds the whole model for its reference."""
 
 
 def main():
@@ -40,6 +42,8 @@ def main():
     add("--batch-size", type=positive, default=4, help="sequences of all ranks that share a model; "
         "along dp each has as many; default 4")  # fmt: skip
     add("--microbatches", type=positive, default=4, help="of a pipeline; default 4")
+    add("--tile", type=positive, metavar="TOKENS", help="layers are recomputed, and logits come in "
+        "tiles of so many; default neither")  # fmt: skip
     add("--dtype", choices=DTYPES, default="bfloat16", help="default bfloat16")
     add("--device-memory", type=gib, default=24 * GIB, metavar="GIB", help="default 24")
     add("--max-ranks", type=positive, default=4096, help="of 1, 2, 4, ...; default 4096")
@@ -53,7 +57,7 @@ def main():
 def show(args):
     source = Source(args.model)
     work = Work(source.config, args.seq_len, args.batch_size, DTYPES[args.dtype].itemsize,
-                args.microbatches)  # fmt: skip
+                args.microbatches, args.tile)  # fmt: skip
     print(f"{args.model}: {work.parameters():,} parameters, {args.dtype}, AdamW; "
           f"{work.B} x {work.S} tokens; "
           f"a device of {args.device_memory / GIB:g} GiB; GiB of a rank:")  # fmt: skip
@@ -61,6 +65,7 @@ def show(args):
     powers = [2**i for i in range(args.max_ranks.bit_length())]
     for name in args.technique or TECHNIQUES:
         fewest, why = None, f"more memory than that, up to {powers[-1]} ranks"
+        shown = False
         for P in powers:
             try:
                 ways = estimates(name, work, P)
@@ -78,10 +83,11 @@ def show(args):
             )
             if args.technique:
                 print(row(name, P, best) + ("  fits" if fit else ""))
+                shown = True
             elif fit:
                 fewest = row(name, P, best)
                 break
-        if not args.technique:
+        if not shown:
             print(fewest or f"{name:12} {why}")
     print(LEGEND)
 

@@ -23,10 +23,13 @@ sys.path.insert(0, str(HERE.parent / "tasks"))
 import pretrain_2d
 from data_parallel import STRATEGIES, Replica
 from dtensor_llama import dtensor_parallelize
-from formulas import Work, estimates
+from formulas import Work
 from pipeline_llama import BY_HAND, Pipeline, load_stages
 from records import here_and_now
+from ring_attention import ring_parallelize
+from techniques import estimates
 from tp_llama import tensor_parallelize
+from tp_ulysses import combine
 from ulysses_forward import sequence_parallelize
 from utils.collectives import sum_gradients
 from utils.epochs import bytes_held
@@ -70,7 +73,8 @@ def compare(run, name, ids):
     P = 1 if name == "one process" else run.world_size
     work = Work(run.source.config, ids.shape[1], len(ids), run.dtype.itemsize)
     ways = estimates(name, work, P)
-    said = next((way for way in ways if P > 2 and way.mesh == f"dp {P // 2} x tp 2"), ways[-1])
+    two = [way for way in ways if P > 2 and way.mesh.endswith((" x tp 2", " x 2"))]
+    said = (two or ways[-1:])[0]
     tensors, process = (max(run.gather_objects(peak)) for peak in (tensors, process))
     row = {"estimate": said.peak, "tensors": tensors, "process": process,
            "bytes": [sent, said.sent]}  # fmt: skip
@@ -159,18 +163,40 @@ def data(strategy, run, ids):
 
 
 def mesh_2d(replicate, run, ids):
-    P = run.world_size  # of an even number above 2, pairs along tp
-    mesh = run.rectangle("dp", "tp", 2 if P > 2 and P % 2 == 0 else P)
+    mesh = run.rectangle("dp", "tp", pair_of(run.world_size))
     split = partial(pretrain_2d.parallelize_2d, mesh=mesh, replicate=replicate)
     model = run.load_model(split).to(run.device)
     return model, lambda: pretrain_2d.forward_backward(model, (ids, ids), mesh, replicate)
+
+
+def pair_of(P):
+    """How many share a row: of an even number of ranks above 2 pairs, else all."""
+    return 2 if P > 2 and P % 2 == 0 else P
+
+
+def both_axes(run, ids, tp=pair_of, **flags):
+    if flags.get("sequence") == "usp":
+        flags["ulysses"] = pair_of(run.world_size)
+    mesh = run.rectangle("sp", "tp", tp(run.world_size))
+    model = run.load_model(partial(combine, mesh=mesh, **flags))
+
+    def forward_backward():
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        sum_gradients(model.parameters(), mesh["sp"])
+
+    return model, forward_backward
 
 
 BUILD = {
     "one process": alone,
     "tp": partial(split, tensor_parallelize),
     "dtensor": partial(split, dtensor_parallelize),
+    "megatron-sp": partial(both_axes, tp=int, megatron_sp=True),
     "ulysses": partial(split, sequence_parallelize, axis="sp"),
+    "ring": partial(split, ring_parallelize, axis="sp"),
+    "usp": partial(both_axes, tp=lambda _: 1, sequence="usp"),
+    "tp x ulysses": both_axes,
+    "tp x ring": partial(both_axes, sequence="ring"),
     **{name: partial(piped, name) for name in BY_HAND},
     **{name: partial(data, name) for name in STRATEGIES},
     "2d": partial(mesh_2d, False),

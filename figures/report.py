@@ -255,19 +255,30 @@ def memory(data):
 
 
 def sequence(data):
-    """Each split of a sequence's step."""
-    rows = head("tokens", "split", "seconds", "of one process's", "CPU seconds, all ranks",
-                "peak beside the weights, MiB", "MB sent by a rank", "by the formula")  # fmt: skip
+    """Each split of a sequence's step; without seconds where ranks are more than cores."""
+    timed = data["world_size"] <= data["results"]["machine"]["cores"]
+    rows = head("tokens", "split", *["seconds", "of one process's"] * timed,
+                "CPU seconds, all ranks", "peak beside the weights, MiB", "by the formula",
+                "MB sent by a rank", "by the formula")  # fmt: skip
     for tokens, ways in data["results"]["lengths"].items():
         for name, of in ways.items():
-            seconds, cpu = (statistics.median(of[what]) for what in ("step_s", "cpu_s"))
-            sent, said = (f"{size / 1e6:.1f}" for size in of["bytes"])
-            rows.append(f"| {int(tokens):,} | {name} | {seconds:.2f} | "
-                        f"{ratio(of['step_s'], ways['one process']['step_s'])} | {cpu:.1f} | "
-                        f"{of['peak'] / 2**20:.0f} | {sent} | {said} |")  # fmt: skip
-    layers = data["results"]["layers"]
-    what = f"`{data['model']}`, {layers} layers, {data['dtype']}, {data['world_size']} ranks"
-    return [*rows, "", on(data | data["results"], what)]
+            laps, cpu = of["step_s"], f"{statistics.median(of['cpu_s']):.1f}"
+            of_one = ratio(laps, ways["one process"]["step_s"])
+            sizes = [f"{size / 2**20:.0f}" for size in of["peak"]]
+            sizes += [f"{size / 1e6:.1f}" for size in of["bytes"]]
+            row = [f"{statistics.median(laps):.2f}", of_one] * timed + [cpu, *sizes]
+            rows.append(f"| {int(tokens):,} | {name} | {' | '.join(row)} |")
+    return [*rows, "", *longest_splits(data)]
+
+
+def longest_splits(data):
+    """And the longest sequences."""
+    results = data["results"]
+    rows = head("split", f"longest sequence in {results['budget_mib']} MiB", "by the formula")
+    rows += [f"| {name} | {found:,} | {said:,} |"
+             for name, (found, said) in results["longest"].items()]  # fmt: skip
+    what = f"`{data['model']}`, {results['layers']} layers, {data['dtype']}"
+    return [*rows, "", on(data | results, f"{what}, {data['world_size']} ranks")]
 
 
 TABLES = {  # name in its page: (made by, of)
@@ -279,6 +290,7 @@ TABLES = {  # name in its page: (made by, of)
     "long_speed": (long_speed, "long_speed.json"),
     "memory": (memory, "estimate.json"),
     "sequence": (sequence, "sequence_speed.json"),
+    "sequence_4": (sequence, "sequence_speed_4.json"),
     "gpu": (gpu.table, "gpu/gpu.json"),
 }
 

@@ -6,21 +6,30 @@
 Both take turns with the forward and the backward of one layer's attention, on the same queries,
 keys and values. Beside the seconds until all ranks are done it counts the CPU's of the rank that
 has most to do: where ranks are more than cores, these alone say how even the shares are.
+
+On a CPU with a core a rank it also writes down what each rank does when in a zigzag ring: kernels,
+messages, waiting; and again by gloo, whose threads carry messages while kernels run.
 """
 
+import os
 import statistics
 import sys
 import time
 from functools import partial
 from pathlib import Path
+from threading import Thread
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "tasks"))
 
+import ring_attention
 from records import here_and_now
 from ring_attention import Ring, RingAttention
+from utils.errors import UserError
 from utils.flags import make_parser, positive
 from utils.job import start
 from utils.kernels import attend
@@ -42,6 +51,8 @@ def main():
 def measure(run, args):
     """Seconds, the CPU's seconds of each rank, and bytes, of each layout; the same outputs."""
     config, P, S = run.source.config, run.world_size, args.seq_len
+    if S < P:
+        raise UserError(f"--seq-len {S}: each of {P} ranks needs a token")
     heads = config.num_attention_heads, *[config.num_key_value_heads] * 2
     whole = [torch.randn(1, n, S, config.head_dim) for n in heads]  # alike on all, by the seed
     whole = [run.broadcast(x).to(run.device, run.dtype) for x in whole]
@@ -70,6 +81,12 @@ def measure(run, args):
     expected = attend(*whole)[0]
     for name, output in outputs.items():
         run.check(f"output: {name}", [(output, expected[:, :, orders[name]])], tolerance=1e-5)
+    # On a GPU a kernel's begin is not the call's; ranks that share cores wait for these.
+    if run.device.type == "cpu" and os.cpu_count() >= P:
+        groups = {dist.get_backend(): run.mesh("sp").get_group()}
+        groups["gloo"] = dist.new_group(backend="gloo")
+        run.results["hops"] = {name: timeline(run, Ring(group, S, True), mine)
+                               for name, group in groups.items()}  # fmt: skip
     say(run, phases, {name: torch.tensor(of[-args.repeats - 1 : -1]) for name, of in cpu.items()})
 
 
@@ -88,6 +105,95 @@ def say(run, phases, cpu):
     run.print0(f"contiguous takes {ratio(*(seconds[name] for name in LAYOUTS))} times zigzag's "
                f"seconds, its busiest rank {ratio(*(most[name] for name in LAYOUTS))} times the "
                "CPU seconds of zigzag's")  # fmt: skip
+
+
+# ---------------------------------------------------------------- what happens when
+
+
+class Arrival(Thread):
+    """Waits for a message of gloo's, which tells nobody else when it has come."""
+
+    def __init__(self, work):
+        super().__init__()
+        self.work = work
+        self.start()
+
+    def run(self):
+        self.work.wait()
+        self.at = time.perf_counter()
+
+    wait = Thread.join
+
+
+def timeline(run, ring, mine):
+    """A forward and a backward, twice; of the second, on each rank, [[what, begin, end, of], ...].
+
+    what: "forward" and "backward" of a block, whose chunks (i, j) are `of`; of the messages of a
+    hop, whose bytes are `of`, "post", "wait", and "way" from the first on until the last has come.
+    """
+    log, works = [], []
+
+    def timed(what, at, function, *args):
+        begin = time.perf_counter()
+        result = function(*args)
+        names = [place[args[i].data_ptr()] for i in (at, at + 1)]
+        log.append([what, begin, time.perf_counter(), names])
+        return result
+
+    def post(begin_messages, operations):
+        works[:] = begin_messages(operations)
+        if dist.get_backend(ring.group) == "gloo":
+            works[:] = map(Arrival, works)
+        return list(works)
+
+    def exchange(function, sends, receives, group):
+        begin, works[:] = time.perf_counter(), []
+        wait, size = function(sends, receives, group), sum(x.nbytes for x, _ in sends)
+        posted, arrivals = time.perf_counter(), list(works)
+
+        def waited():
+            waits = time.perf_counter()
+            wait()
+            end = time.perf_counter()
+            came = max([getattr(arrival, "at", end) for arrival in arrivals], default=posted)
+            log.extend([["post", begin, posted, size], ["wait", waits, end, size],
+                        ["way", begin, came, size]])  # fmt: skip
+
+        return waited
+
+    place = {}  # of a chunk, by where it lies
+
+    class Told(Ring):
+        def split(self, x):
+            parts = super().split(x)
+            place.update({part.data_ptr(): chunk for chunk, part in parts.items()})
+            return parts
+
+        def pass_on(self, hop, leaving, k, home=None):
+            coming, wait = super().pass_on(hop, leaving, k, home)
+            for of in leaving, coming:
+                place.update({part.data_ptr(): chunk for chunk, part in of.items()})
+            return coming, wait
+
+    told = Told(ring.group, sum(map(ring.size, range(len(ring.tokens)))), ring.zigzag)
+    mine = [x.detach().clone().requires_grad_() for x in mine]
+    watched = mock.patch.multiple(
+        ring_attention,
+        attend=partial(timed, "forward", 0, ring_attention.attend),
+        attend_backward=partial(timed, "backward", 1, ring_attention.attend_backward),
+        exchange=partial(exchange, ring_attention.exchange),
+    )
+    begun = mock.patch.object(dist, "batch_isend_irecv", partial(post, dist.batch_isend_irecv))
+    with watched, begun:
+        for _ in range(2):
+            log.clear()
+            dist.barrier()
+            origin = run.broadcast(time.perf_counter())  # one clock, of the machine
+            output = RingAttention.apply(*mine, told)
+            output.backward(torch.ones_like(output))
+            run.synchronize()
+    return run.gather_objects([[what, begin - origin, end - origin, of]
+                               for what, begin, end, of in log])  # fmt: skip
 
 
 if __name__ == "__main__":

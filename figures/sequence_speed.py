@@ -5,7 +5,8 @@
 
 Ulysses, a ring of contiguous or zigzag shares, tensor parallelism, and that with norms split by
 tokens; on 4 ranks also both axes, and USP. Each makes the same step, in turns, beside one process
-with the cores of all: layers are recomputed in the backward, and logits come in tiles.
+with the cores of all: layers are recomputed in the backward, and logits come in tiles. And of each
+the longest sequence whose step's tensors, beside the weights, stay within --budget.
 """
 
 import statistics
@@ -21,9 +22,12 @@ from torch.utils.checkpoint import checkpoint
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "tasks"))
 
+from formulas import Work, split_loss
 from records import here_and_now
-from tp_ulysses import combine, formula
+from techniques import split_sequence
+from tp_ulysses import combine
 from utils.collectives import sum_gradients
+from utils.errors import UserError
 from utils.flags import make_parser, positive
 from utils.job import start
 from utils.measure import interleave, num_threads, ratio, threads_alone
@@ -49,47 +53,90 @@ ON_FOUR = {
 def main():
     parser = make_parser(__doc__, model="random/balanced")
     add = parser.add_argument
-    add("--seq-len", type=positive, nargs="+", default=[2048, 4096], help="tokens, a multiple of "
-        "the ranks; default 2048 4096")  # fmt: skip
+    add("--seq-len", type=positive, nargs="+", default=[2048, 4096, 8192], help="tokens, a "
+        "multiple of the ranks; default 2048 4096 8192")  # fmt: skip
+    add("--budget", type=positive, default=256, metavar="MIB", help="of the longest sequence; "
+        "default 256")  # fmt: skip
     add("--repeats", type=positive, default=7, help="timed turns; default 7")
     start(parser.parse_args(), measure)
 
 
 def measure(run, args):
     run.results |= here_and_now(run.device.type, run.world_size) | {"lengths": {}}
+    for S in args.seq_len:
+        if S < 2 or S % run.world_size:
+            raise UserError(f"--seq-len {S}: use multiples of {run.world_size}, of 2 or more")
     ways = WAYS | (ON_FOUR if run.world_size == 4 else {})
     steps = {name: Step(run, *way) for name, way in ways.items()}
     one = Step(run, 1, {}, alone=True)
     run.results["layers"] = len(one.model.model.layers)
     for S in args.seq_len:
-        ids = run.broadcast(torch.randint(run.source.config.vocab_size, (1, S))).to(run.device)
+        ids = ids_of(run, S)
         expected = run.broadcast(one.run(ids) if run.rank == 0 else None)
-        found = {"one process": {"bytes": [0, 0], "peak": one.peak(ids)}}
+        found = {"one process": {"bytes": [0, 0], "peak": [one.peak(ids), one.said(S)[1]]}}
         for name, step in steps.items():
             within = 1e-5 * expected.item()
             run.check(f"{name}, {S} tokens: loss", [(step.run(ids), expected)], tolerance=within)
-            sent, said = bytes_sent(run, partial(step.run, ids))[0], step.bytes(S)
+            sent, (said, peak) = bytes_sent(run, partial(step.run, ids))[0], step.said(S)
             pair = [torch.tensor(float(size)) for size in (sent, said)]
             run.check(f"{name}, {S} tokens: bytes sent", [pair], tolerance=0.02 * said)
-            found[name] = {"bytes": [sent, said], "peak": step.peak(ids)}
+            found[name] = {"bytes": [sent, said], "peak": [step.peak(ids), peak]}
         run.print0(f"{S} tokens; {run.results['layers']} layers:")
+        check_ring(run, found, one.model.config, S)
         take_turns(run, {"one process": one, **steps}, ids, found, args.repeats)
         run.results["lengths"][S] = found
+    run.results |= {"budget_mib": args.budget, "longest": {}}
+    for name, step in {"one process": one, **steps}.items():
+        found, said = longest(run, step, args.budget * 2**20)
+        run.results["longest"][name] = [found, said]
+        run.print0(f"{name}: {found} tokens in {args.budget} MiB; by the formula {said}")
+
+
+def ids_of(run, S):
+    return run.broadcast(torch.randint(run.source.config.vocab_size, (1, S))).to(run.device)
+
+
+def check_ring(run, found, config, S):
+    """Its peak is Ulysses', and no more than what travels: keys and values, their gradients."""
+    shard = 2 * S // run.world_size * config.num_key_value_heads * config.head_dim * 4
+    for name in "ring, contiguous", "ring, zigzag":
+        more = torch.tensor(float(found[name]["peak"][0] - found["ulysses"]["peak"][0]))
+        run.check(f"{name}, {S} tokens: peak beside Ulysses'", [(more.clamp(min=0), 0 * more)],
+                  tolerance=(2 + 3) * shard)  # fmt: skip
+
+
+def longest(run, step, budget, grain=TILE):
+    """The longest sequence, in tiles, whose step stays within the budget; and the formulas' one."""
+
+    def fits(S):
+        return step.peak(ids_of(run, S)) <= budget
+
+    said = 0
+    while step.said(said + grain)[1] <= budget:
+        said += grain
+    found = said
+    while found and not fits(found):
+        found -= grain
+    while fits(found + grain):
+        found += grain
+    return found, said
 
 
 def take_turns(run, steps, ids, found, repeats):
     """Add to what is `found` of each way the seconds of its steps; print it all."""
     turns = {name: partial(step.timed, ids) for name, step in steps.items()}
-    seconds = interleave(run, turns, repeats)
+    laps = interleave(run, turns, repeats)
     for name, of in found.items():
-        of["step_s"] = seconds[name]["step"]
+        of["step_s"] = laps[name]["step"]
         of["cpu_s"] = run.gather(torch.tensor(steps[name].cpu_s[-repeats:])).sum(0).tolist()
         steps[name].cpu_s.clear()
-        shares = ratio(of["step_s"], seconds["one process"]["step"])
-        run.print0(f"  {name}: {statistics.median(of['step_s']):.3f} s, {shares} of one process's; "
-                   f"CPU seconds of all {statistics.median(of['cpu_s']):.2f}; peak beyond weights "
-                   f"{of['peak'] / 2**20:.0f} MiB; sent {of['bytes'][0] / 1e6:.2f} MB, by the "
-                   f"formula {of['bytes'][1] / 1e6:.2f}")  # fmt: skip
+        shares = ratio(of["step_s"], laps["one process"]["step"])
+        seconds, cpu = (statistics.median(of[what]) for what in ("step_s", "cpu_s"))
+        peak, said = (size / 2**20 for size in of["peak"])
+        sent, formula = (size / 1e6 for size in of["bytes"])
+        run.print0(f"  {name}: {seconds:.3f} s, {shares} of one process's; CPU seconds of all "
+                   f"{cpu:.2f}; peak beyond weights {peak:.1f} MiB, by the formula {said:.1f}; "
+                   f"sent {sent:.2f} MB, by the formula {formula:.2f}")  # fmt: skip
 
 
 class Step:
@@ -97,7 +144,7 @@ class Step:
 
     def __init__(self, run, tp, flags, alone=False):
         """alone: on rank 0, with the threads of all."""
-        self.job, self.flags, self.cpu_s = run, flags, []
+        self.job, self.flags, self.alone, self.cpu_s = run, flags, alone, []
         self.works = not alone or run.rank == 0
         self.threads = threads_alone(run) if alone else torch.get_num_threads()
         self.mesh = run.rectangle("sp", "tp", run.world_size if tp < 0 else tp)
@@ -146,20 +193,17 @@ class Step:
         mine = record_memory(step, self.job.device)[1].values() if self.works else []
         return max(self.job.gather_objects(sum(mine)))
 
-    def bytes(self, S):
-        """What a rank sends in a step, by the formulas; the mean."""
-        model, e, by_tokens = self.model, self.model.dtype.itemsize, "megatron_sp" in self.flags
-        sp, tp, L = self.mesh["sp"].size(), self.mesh["tp"].size(), len(model.model.layers)
-        how = self.flags.get("sequence", "ulysses")
-        forward, backward = formula(model, 1, S, self.mesh, how, by_tokens)
-        half = (tp - 1) / tp * S / sp * model.config.hidden_size * e  # of an all-reduce
-        # Run once: the embedding, and each layer's last sum, for which nothing is recomputed.
-        once = (L + 1) * (1 if by_tokens else 2) * half
-        layers = L * (2 * forward + backward) - once
-        head = (3 if by_tokens else 2) * half
-        sums = 2 * 2 * (tp - 1) * S / sp * 4  # log-sum-exps and targets' logits, twice
-        weights = sum(parameter.numel() for parameter in model.parameters())
-        return layers + head + sums + 2 * (sp - 1) / sp * weights * e
+    def said(self, S):
+        """Of a rank, by the formulas: what it sends in a step, and its peak beside the weights."""
+        P, tp = (1, 1) if self.alone else (self.job.world_size, self.mesh["tp"].size())
+        sequence, e = self.flags.get("sequence", "ulysses"), self.model.dtype.itemsize
+        u = {"ulysses": None, "ring": 1, "usp": self.flags.get("ulysses")}[sequence]
+        work = Work(self.job.source.config, S, 1, e, tile=TILE)
+        zigzag = self.flags.get("zigzag", True)
+        rank = split_sequence(work, P, tp, u, "megatron_sp" in self.flags, zigzag,
+                              split_loss)  # fmt: skip
+        rank.moments.pop("optimizer")
+        return rank.sent, max(rank.moments.values())
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 As in Task 4 every rank has all weights and a share of the tokens. There heads were exchanged for
 tokens. Here a rank attends with its own queries to one rank's keys after another's, and the next
-are on their way meanwhile (arXiv 2310.01889):
+are on their way meanwhile (arXiv 2310.01889). Were attention not causal:
 
     hop     rank 0              rank 1              rank 2
     0       q0 to k0, v0        q1 to k1, v1        q2 to k2, v2
@@ -14,16 +14,17 @@ two blocks merge into what both sets of keys would have given at once. Backward,
 travel again, and behind them their gradients, to which each rank adds, on their way home. A block's
 gradients are exact, since its probabilities are made with the log-sum-exps of *all* keys.
 
-Attention is causal: blocks of later keys are not computed, and a chunk of keys goes no further than
-to the last rank that needs it. What there is to do and to send hangs on how tokens are dealt out:
+It is: blocks of later keys are not computed, and a chunk of keys goes no further than to the last
+rank that needs it. What there is to do and to send depends on how tokens are dealt out, and on
+whether a rank sends to the next one (upwards) or to the one before:
 
                                                     most work of a rank     sent in a forward
     contiguous, upwards     rank r: share r of P    2 - 1/P times the mean  1/2 of all the way round
     zigzag, downwards       r and 2P-1-r of 2P      the mean, as all ranks  3/4
 
-Keys and values of T = B S tokens of e bytes a number, all the way round, are 2 (P-1) T/P K D e for
-each rank. Backward it is twice the forward; half are gradients (in float32 at least). So balance
-costs half as many bytes again. The zigzag is that of Llama 3, arXiv 2407.21783, section 3.3.2.
+All the way round, a rank sends 2 (P-1) T/P K D e bytes: of T = B S tokens, K KV heads of D numbers
+of e bytes. The backward sends keys and values again, and as many gradients, in float32 at least. So
+balance costs half as many bytes again. (Zigzag: Llama 3, arXiv 2407.21783, section 3.3.2.)
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 2 tasks/ring_attention.py
 

@@ -1,14 +1,15 @@
 """Bonus: tensor x sequence parallelism, on a mesh of two axes.
 
 Of P = sp x tp ranks, those of one row share the weights of a Llama, as in Task 2; those of one
-column have the same part of them, and share the tokens. A rank (s, t) computes
+column have the same part of them, and share the tokens. A rank computes (with Task 2's f and g)
 
     ids (B, S) -> its S/sp tokens -> embedding rows V/tp -> g
     layer:  norm -> f -> q, k, v of N/tp heads, (B, S/sp, (N + 2K)/tp, D)
             -> along sp, by --sequence:
                ulysses  all-to-all -> (B, S, (N + 2K)/(tp sp), D) -> attention -> all-to-all
                ring     its own queries; keys and values travel (`ring_attention.py`)
-               usp      both: neighbours exchange heads, and are one of a ring (arXiv 2405.07719)
+               usp      both: neighbours exchange heads, and each is in a ring with one of all
+                        other neighbours (arXiv 2405.07719)
             -> o_proj -> g -> + -> norm -> f -> MLP, F/tp units -> g -> +
     -> norm -> f -> LM head, rows V/tp -> logits (B, S/sp, V/tp) -> loss from log-sum-exps
 
@@ -23,7 +24,8 @@ split by tokens, too. An all-reduce is a reduce-scatter and an all-gather; norms
     out of it               g: all-reduce; nothing      reduce-scatter of tokens; all-gather
     a norm's gradient       equal along tp              a sum over the tokens of all ranks
 
-(forward; backward), and as many bytes. Sequences are padded to a multiple of the ranks.
+(forward; backward), and as many bytes; more where layers are recomputed. Sequences are then padded
+to a multiple of the ranks.
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 4 tasks/tp_ulysses.py --tp 2 --sp 2
 
@@ -286,14 +288,16 @@ def main():
 def show(run, args):
     """All checks of the model, its text, bytes, time and memory."""
     sp, tp = sides_of(run.world_size, "sp", "tp", args.sp, args.tp)
-    run.print0(f"mesh: sp={sp} x tp={tp}")
+    nothing = "; --megatron-sp: nothing to split along tp" * (args.megatron_sp and tp == 1)
+    run.print0(f"mesh: sp={sp} x tp={tp}{nothing}")
     mesh, u = run.rectangle("sp", "tp", tp), 1
     if args.sequence == "usp":
         keys = max(1, run.source.config.num_key_value_heads // tp)
         machine = int(os.environ.get("LOCAL_WORLD_SIZE", run.world_size)) // tp
         u = args.ulysses or neighbours(sp, keys, machine)
         run.print0(f"sequence: {u} neighbours exchange heads, in rings of {sp // u} (sp {sp}, "
-                   f"{keys} KV heads of a rank, {machine} of these on a machine)")  # fmt: skip
+                   f"{keys} KV heads of a rank, {machine} of these on a machine)"
+                   f"{': plain Ulysses' * (u == sp)}")  # fmt: skip
     elif args.ulysses:
         raise UserError(f"--ulysses: not with --sequence {args.sequence}")
     parallelize = partial(combine, mesh=mesh, sequence=args.sequence,

@@ -11,7 +11,8 @@ import launch
 sys.path.append(str(launch.ROOT / "figures"))
 
 from estimate_check import BUILD
-from formulas import TECHNIQUES, Work, estimates
+from formulas import Work
+from techniques import TECHNIQUES, TILED, estimates
 from utils.errors import UserError
 from utils.model_checks import number_of_parameters
 from utils.models import Source
@@ -47,17 +48,38 @@ def test_peaks(tmp_path):
 @pytest.mark.parametrize("nproc", [2, 3])
 @pytest.mark.parametrize("flags", [
     [], ["--dtype", "float64"], ["--seq-len", 2048, "--batch-size", 1, "--technique", "tp", "2d"],
-    # Few tokens and a tied embedding: parameters are the most.
+    # One layer: logits are the most. Few tokens and a tied embedding: parameters are.
+    ["--model", "random/small", "--num-layers", 1, "--seq-len", 600],
     ["--model", "random/llama-3.2-1b-32k", "--num-layers", 3, "--seq-len", 32],
 ])  # fmt: skip
 def test_all_peaks(flags, nproc, tmp_path):
     """Three ranks share neither heads nor words nor tokens evenly."""
-    result, path = check(tmp_path, *flags, nproc=nproc, timeout=1500)
+    result, path = check(tmp_path, *flags, nproc=nproc, timeout=1800)
     assert result.code == 0 and result.out.count("Tests passed") == nproc, result.tail()
     compared = [one["name"] for one in json.loads(path.read_text())["checks"]]
     assert any("peak of process" in name for name in compared), compared  # they were large enough
     if "--technique" not in flags:
         assert set(json.loads(path.read_text())["results"]["techniques"]) == set(BUILD)
+
+
+@pytest.mark.stress
+def test_peaks_of_two_axes(tmp_path):
+    """Where neither is all ranks."""
+    names = ["usp", "tp x ulysses", "tp x ring", "2d"]
+    result, _ = check(tmp_path, "--technique", *names, nproc=4, timeout=600)
+    assert result.code == 0 and result.out.count("Tests passed") == 4, result.tail()
+
+
+@pytest.mark.parametrize("name", ["sequence_speed", "sequence_speed_4"])
+def test_splits_as_estimated(name):
+    """What is committed, of recomputed layers and tiles: peaks, bytes and longest sequences."""
+    results = json.loads((FILES / f"{name}.json").read_text())["results"]
+    for ways in results["lengths"].values():
+        for of in ways.values():
+            assert of["peak"][1] == pytest.approx(of["peak"][0], rel=0.1)
+            assert of["bytes"][1] == pytest.approx(of["bytes"][0], rel=0.02)
+    for found, said in results["longest"].values():
+        assert said == pytest.approx(found, rel=0.1)
 
 
 @pytest.mark.parametrize(("old", "new"), [
@@ -119,6 +141,20 @@ def test_fewest_ranks_that_fit():
     each = planner(*flags, "--technique", "2d", "--max-ranks", ranks)
     *_, before, last = table(each)
     assert ranks > 1 and last == rows["2d"] + "  fits" and not before.endswith("fits")
+
+
+def test_with_tiles():
+    """Recomputed layers: far less is kept, and more is sent; what is not known is refused."""
+    work = dict(config=Source("random/llama-3.2-1b").config, S=4096)
+    for name in TILED:
+        P = 1 if name == "one process" else 2
+        plain, tiled = (estimates(name, Work(**work, tile=tile), P)[0] for tile in (None, 512))
+        assert tiled.kept < plain.kept / 4 and tiled.peak < plain.peak, name
+        assert tiled.sent > plain.sent or P == 1
+    with pytest.raises(UserError, match="not worked out"):
+        estimates("1f1b", Work(**work, tile=512), 2)
+    shown = planner("--technique", "1f1b", "tp", "--tile", 512, "--max-ranks", 2)
+    assert "1f1b         not worked out" in shown.out and len(table(shown)) == 5
 
 
 @pytest.mark.parametrize(("flags", "message"), [

@@ -128,13 +128,14 @@ def test_measured_elsewhere(tmp_path, capsys):
         assert [run["seconds"] for run in records.resume(path, here)["runs"]] == [5]
 
 
-@pytest.mark.parametrize("name", ["tp_speed", "longest", "sequence_speed"])
+@pytest.mark.parametrize("name", ["tp_speed", "longest", "sequence_speed", "ring_speed_2"])
 def test_drawing(name, tmp_path):
     """The committed measurements can be drawn; a step by selective checkpoints, too."""
     files = ["ulysses_speed", "long_speed"] if name == "sequence_speed" else [name]
     data = {file: json.loads((SPEED.parent / f"{file}.json").read_text()) for file in files}
     for count in (1, 2) if name == "sequence_speed" else (1,):
-        getattr(draw, f"draw_{name}")(data.get(name, data), tmp_path / "picture.png")
+        make = draw.kind(data[name]) if name in data else draw.draw_sequence_speed
+        make(data.get(name, data), tmp_path / "picture.png")
         assert (tmp_path / "picture.png").stat().st_size > 10_000
         if count == 1 and "long_speed" in data:
             steps = {"step_s": [1.0, 2.0]}

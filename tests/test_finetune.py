@@ -491,7 +491,7 @@ BAD_FLAGS = {
     "text is too short": (["--seq-len", 10, "--text", "{}/short.txt"], "but 10 are needed"),
     "too few documents": (["--pack", "--text", "{}/short.txt", "--batch-size", 2], "fill 1 rows"),
     "documents of a token": (["--pack", "--text", "{}/letters.txt"], "fill 0 rows, but 1 are"),
-    "documents of two": ([*PAIRS, "--text", "{}/pairs.txt"], "documents of two tokens alone"),
+    "documents of two": ([*PAIRS, "--text", "{}/pairs.txt"], "of 3 tokens or more fill 0 rows"),
     "more than is written": (["--pack", "--num-sequences", 10**9], "more than the project writes"),
     "sequence of two tokens": (["--peft", "lora", "--seq-len", 2], "too short"),
     "no learning rate": (["--lr", 0], "must be above 0"),

@@ -99,9 +99,6 @@ def read_text(run, args):
     if args.pack:
         documents = load_documents(run, args.text, args.num_sequences, virtual + seq_len, virtual)
         rows = pack(documents, virtual + seq_len, virtual).to(run.device)
-        if any(virtual + max(map(len, row)) < 3 for row in documents):
-            raise UserError("--pack: a row has documents of two tokens alone, but the loss needs "
-                            "one of three: use a larger --seq-len, or another text")  # fmt: skip
     else:
         rows = load_sequences(run, args.text, args.num_sequences, seq_len)
         documents = [[row] for row in rows]

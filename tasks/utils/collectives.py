@@ -230,6 +230,8 @@ def sum_gradients(tensors, mesh, bucket_bytes=2**25):
     together, up to `bucket_bytes`: few messages, and little copied.
     """
     group, buckets = group_of_axis(mesh), []
+    if group.size() == 1:
+        return
     for grad in (tensor.grad for tensor in tensors if tensor.grad is not None):
         last = buckets[-1] if buckets else []
         room = sum(g.nbytes for g in last) + grad.nbytes <= bucket_bytes
@@ -238,12 +240,17 @@ def sum_gradients(tensors, mesh, bucket_bytes=2**25):
         else:
             buckets.append([grad])
     for bucket in buckets:
-        alone = len(bucket) == 1 and bucket[0].is_contiguous()
-        flat = bucket[0] if alone else torch.cat([g.flatten() for g in bucket])
-        all_reduce_(flat, group)
-        if not alone:
-            for g, piece in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
-                g.copy_(piece.view_as(g))
+        sum_together(bucket, group)
+
+
+def sum_together(bucket, group):
+    """In place, in one message. Of a copy, unless it is one tensor."""
+    alone = len(bucket) == 1 and bucket[0].is_contiguous()
+    flat = bucket[0] if alone else torch.cat([g.flatten() for g in bucket])
+    all_reduce_(flat, group)
+    if not alone:
+        for g, piece in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
+            g.copy_(piece.view_as(g))
 
 
 def sum_copies(first, second):

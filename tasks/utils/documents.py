@@ -138,8 +138,9 @@ def load_documents(run, where, count, length, virtual):
             texts = paragraphs(text)
         rows = fill(map(encode, texts), count, length, virtual)
         if len(rows) < count:
-            raise UserError(f"--text {name}: its paragraphs fill {len(rows)} rows, but {count} are "
-                            "needed: give a longer text, or ask for fewer")  # fmt: skip
+            raise UserError(f"--text {name}: paragraphs of {least(virtual)} tokens or more fill "
+                            f"{len(rows)} rows, but {count} are needed: give a longer text, or ask "
+                            "for fewer")  # fmt: skip
         return name, rows
 
     name, rows = run.broadcast(run.together(load))
@@ -147,19 +148,21 @@ def load_documents(run, where, count, length, virtual):
     kind = "" if tokenizer else "; no tokenizer: its bytes are the tokens"
     run.print0(f"text: {len(sizes)} documents of {name} in {count} rows, "
                f"{sum(sizes) / count / length:.0%} of the positions used{kind}")  # fmt: skip
+    if len(sizes) == count:
+        run.print0("note: no row has two documents; a longer --seq-len has room for more")
     return [[torch.tensor(document) for document in row] for row in rows]
 
 
 def fill(documents, count, length, virtual):
     """At most so many rows, in the documents' order: what does not fit begins the next one.
 
-    A document that is longer than a row is cut off at its end. One of fewer than two tokens, which
-    teaches nothing, is left out.
+    A document that is longer than a row is cut off at its end. One of fewer than `least` tokens is
+    left out.
     """
     rows, left = [], 0
     for document in documents:
         document = document[: length - virtual]
-        if len(document) < 2:
+        if len(document) < least(virtual):
             continue
         if virtual + len(document) > left:
             if len(rows) == count:
@@ -169,6 +172,13 @@ def fill(documents, count, length, virtual):
         rows[-1].append(document)
         left -= virtual + len(document)
     return rows
+
+
+def least(virtual):
+    """Tokens of a document that is trained on. In front of the second of two nobody has a choice of
+    keys, so that some gradients of a batch of these would be 0.
+    """
+    return 2 if virtual else 3
 
 
 def pack(rows, length, virtual):
