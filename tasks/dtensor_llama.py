@@ -195,7 +195,7 @@ def plan_whole_heads(model, mesh):
         config.num_attention_heads, kv_heads, mesh.size(), mesh.get_local_rank()
     )
     if mesh.size() > kv_heads:
-        shared = subgroup(group, *holders)
+        shared = subgroup(group, f"of {kv_heads}", *holders)
     for layer in model.model.layers:
         layer.self_attn.num_key_value_groups = (queries[1] - queries[0]) // (keys[1] - keys[0])
     queries, keys = ((first * D, stop * D) for first, stop in (queries, keys))

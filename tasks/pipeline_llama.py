@@ -172,11 +172,11 @@ class Pipeline:
         self.group, self.schedule, self.stages = group_of_axis(mesh), schedule, stages
         self.number, self.rank, self.ranks = number, self.group.rank(), self.group.size()
         self.is_last, self.made = self.rank == self.ranks - 1, {}
-        self.up = subgroup(self.group, 0, self.ranks)
+        self.up = subgroup(self.group, "up", 0, self.ranks)
         ends = 0, self.ranks, max(1, self.ranks - 1)
         if 0 < self.rank < self.ranks - 1:
             ends = self.rank, self.rank + 1  # NCCL wants every rank to make a group
-        self.ends = subgroup(self.group, *ends)
+        self.ends = subgroup(self.group, "ends", *ends)
 
     def named_parameters(self):
         return [pair for stage in self.stages for pair in stage.named_parameters()]

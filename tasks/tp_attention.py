@@ -78,7 +78,7 @@ def tensor_parallelize_attention(attention, mesh):
     if rank != 0:
         attention.o_proj.bias = None
     if ranks > num_kv_heads:
-        holders_group = subgroup(group, *holders)
+        holders_group = subgroup(group, f"of {num_kv_heads}", *holders)
         for layer in attention.k_proj, attention.v_proj:
             layer.__class__, layer.holders = SharedLinear, holders_group
 

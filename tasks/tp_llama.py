@@ -86,7 +86,7 @@ def tensor_parallelize(model, mesh, vocab_parallel=True, pair=None):
     queries, keys, holders = shard_heads(num_heads, num_kv_heads, ranks, rank)
     units = shard_range(model.config.intermediate_size, ranks, rank)
     if ranks > num_kv_heads:
-        holders_group = subgroup(group, *holders)
+        holders_group = subgroup(group, f"of {num_kv_heads}", *holders)
     for layer in model.model.layers:
         attention, mlp = layer.self_attn, layer.mlp
         keep_shard(attention.q_proj, 0, queries[0] * D, queries[1] * D)

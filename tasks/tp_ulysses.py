@@ -192,8 +192,8 @@ def usp_parallelize(model, mesh, ulysses, zigzag=True):
     group = group_of_axis(mesh)
     rank, ranks = group.rank(), group.size()
     first = rank // ulysses * ulysses
-    inner = subgroup(group, first, first + ulysses)
-    ring = subgroup(group, rank - first, ranks, ulysses)
+    inner = subgroup(group, "neighbours", first, first + ulysses)
+    ring = subgroup(group, "ring", rank - first, ranks, ulysses)
     become(model, USPLlama, group, "usp", usp_attention)
     share_heads(model, inner)
     for module in [model, *(layer.self_attn for layer in model.model.layers)]:

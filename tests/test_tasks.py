@@ -299,10 +299,14 @@ from utils.collectives import subgroup
 
 if __name__ == "__main__":
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=77))
-    pair = subgroup(dist.group.WORLD, *((0, 2) if dist.get_rank() < 2 else (2, 3)))
-    assert pair.size() == (2 if dist.get_rank() < 2 else 1)
-    again = subgroup(dist.group.WORLD, *((0, 2) if dist.get_rank() < 2 else (2, 3)))
-    assert again is pair  # a communicator is made once
+    rank = dist.get_rank()
+    mine = (0, 2) if rank < 2 else (2, 3)
+    pair = subgroup(dist.group.WORLD, "pair", *mine)
+    assert pair.size() == (2 if rank < 2 else 1)
+    assert subgroup(dist.group.WORLD, "pair", *mine) is pair  # a communicator is made once
+    # One alike, of another split, is not: all ranks make one, or the next would be waited for.
+    alone = subgroup(dist.group.WORLD, "each", rank, rank + 1)
+    assert subgroup(dist.group.WORLD, "all", 0, 3).size() == 3 and alone.size() == 1
     backend = pair._get_backend(__import__("torch").device("cpu"))
     assert backend.options._timeout == datetime.timedelta(seconds=77)
     dist.barrier()

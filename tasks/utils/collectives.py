@@ -32,11 +32,12 @@ def group_of_axis(mesh):
 
 
 @cache  # each is a communicator, with memory of its own
-def subgroup(group, start, stop, step=1):
+def subgroup(group, kind, start, stop, step=1):
     """The process group of `group`'s ranks [start:stop:step], which each of these asks for at once.
 
     All ranks of `group` must ask for one, their own: where NCCL splits its communicator for it,
-    that is a collective of all. It has `group`'s timeout, not the backend's own.
+    that is a collective of all. kind: of the split, so that all make a group, or all have it:
+    PyTorch names one by how many its rank has. It has `group`'s timeout, not the backend's own.
     """
     members = dist.get_process_group_ranks(group)[start:stop:step]
     device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"

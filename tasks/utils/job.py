@@ -144,8 +144,8 @@ class Run(Comparison):
     def rectangle(self, outer, inner, columns):
         """All ranks as a DeviceMesh of two axes of these names; neighbours are along the inner."""
         world, first = dist.group.WORLD, self.rank // columns * columns
-        of_column = subgroup(world, self.rank - first, self.world_size, columns)
-        groups = [of_column, subgroup(world, first, first + columns)]
+        of_column = subgroup(world, "column", self.rank - first, self.world_size, columns)
+        groups = [of_column, subgroup(world, "row", first, first + columns)]
         ranks = torch.arange(self.world_size).view(-1, columns)
         names = outer, inner
         return DeviceMesh.from_group(groups, self.device.type, ranks, mesh_dim_names=names)
