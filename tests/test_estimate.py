@@ -48,8 +48,8 @@ def test_peaks(tmp_path):
 @pytest.mark.parametrize("nproc", [2, 3])
 @pytest.mark.parametrize("flags", [
     [], ["--dtype", "float64"], ["--seq-len", 2048, "--batch-size", 1, "--technique", "tp", "2d"],
-    # One layer: logits are the most. Few tokens and a tied embedding: parameters are.
-    ["--model", "random/small", "--num-layers", 1, "--seq-len", 600],
+    # Few layers: logits are the most. Few tokens and a tied embedding: parameters are.
+    ["--model", "random/small", "--num-layers", 3, "--seq-len", 600],
     ["--model", "random/llama-3.2-1b-32k", "--num-layers", 3, "--seq-len", 32],
 ])  # fmt: skip
 def test_all_peaks(flags, nproc, tmp_path):
