@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 from utils.batches import pad
 from utils.errors import UserError
 from utils.models import TINY
-from utils.text import bytes_of, find_text, has_own_text, own_stories, read_some
+from utils.text import encode, find_text, has_own_text, own_stories, read_some
 
 BOT, EOT, PAD = "[BOT]", "[EOT]", "[PAD]"
 OWN = 240  # stories of the project's own, unless it is said how many
@@ -121,11 +121,6 @@ def load_documents(run, where, count, length, virtual):
     """
     tokenizer, source = run.tokenizer, run.source
 
-    def encode(text):
-        if tokenizer:
-            return tokenizer(text, verbose=False)["input_ids"]
-        return bytes_of(text, source.config.vocab_size)
-
     def load():
         if run.rank:
             return None
@@ -136,7 +131,8 @@ def load_documents(run, where, count, length, virtual):
         else:
             name, text = read_some(run, where, needed)
             texts = paragraphs(text)
-        rows = fill(map(encode, texts), count, length, virtual)
+        documents = (encode(tokenizer, text, source.config.vocab_size) for text in texts)
+        rows = fill(documents, count, length, virtual)
         if len(rows) < count:
             raise UserError(f"--text {name}: paragraphs of {least(virtual)} tokens or more fill "
                             f"{len(rows)} rows, but {count} are needed: give a longer text, or ask "

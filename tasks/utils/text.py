@@ -33,10 +33,7 @@ def load_sequences(run, where, count, seq_len):
         if run.rank:
             return None
         name, text = read_some(run, where, needed)
-        if tokenizer:
-            tokens = tokenizer(text, verbose=False)["input_ids"]
-        else:
-            tokens = bytes_of(text, run.source.config.vocab_size)
+        tokens = encode(tokenizer, text, run.source.config.vocab_size)
         if len(tokens) < needed:
             raise UserError(f"--text {name}: {len(tokens)} tokens, but {needed} are needed: give a "
                             "longer text, or a smaller --seq-len")  # fmt: skip
@@ -62,8 +59,10 @@ def read_some(run, where, needed):
     return name, text[:enough]
 
 
-def bytes_of(text, vocab_size):
-    """The tokens where there is no tokenizer."""
+def encode(tokenizer, text, vocab_size):
+    """Its tokens; without a tokenizer its bytes."""
+    if tokenizer:
+        return tokenizer(text, verbose=False)["input_ids"]
     return [byte % vocab_size for byte in text.encode()]
 
 
