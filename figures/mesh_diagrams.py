@@ -43,6 +43,24 @@ VARIANTS = {"all-reduce": False, "megatron-sp": True}  # of tensor parallelism b
 # ---------------------------------------------------------------- a ring
 
 
+def knowing(chunks):
+    """A kind of ring that tells which chunk a tensor is, by its address: chunks, a dict to fill."""
+
+    def know(pieces):
+        chunks.update({piece.data_ptr(): chunk for chunk, piece in pieces.items()})
+        return pieces
+
+    class KnowingRing(Ring):
+        def split(self, x):
+            return know(super().split(x))
+
+        def pass_on(self, hop, leaving, k, home=None):
+            coming, wait = super().pass_on(hop, know(leaving), k, home)
+            return know(coming), wait
+
+    return KnowingRing
+
+
 class RingRecorder(Meter):
     """This rank's hops in each layer, of a forward or a backward a list.
 
@@ -59,14 +77,10 @@ class RingRecorder(Meter):
         """A context, in which the task's script calls what is below."""
         recorder = self
 
-        class WatchedRing(Ring):
-            def split(self, x):
-                return recorder.know(super().split(x))
-
+        class WatchedRing(knowing(self.chunks)):
             def pass_on(self, hop, leaving, k, home=None):
-                recorder.hop(self, hop, recorder.know(leaving), home)
-                coming, wait = super().pass_on(hop, leaving, k, home)
-                return recorder.know(coming), wait
+                recorder.hop(self, hop, leaving, home)
+                return super().pass_on(hop, leaving, k, home)
 
         return mock.patch.multiple(
             ring_attention, Ring=WatchedRing, exchange=partial(self.exchange, exchange),
@@ -75,11 +89,6 @@ class RingRecorder(Meter):
             ring_forward=partial(self.layer, ring_forward, "forward"),
             ring_backward=partial(self.layer, ring_backward, "backward"),
         )  # fmt: skip
-
-    def know(self, pieces):
-        """{chunk: tensor}, which are there until the next are."""
-        self.chunks |= {piece.data_ptr(): chunk for chunk, piece in pieces.items()}
-        return pieces
 
     def layer(self, function, phase, *args):
         """All hops of a layer, in the place of `ring_forward` or `ring_backward`."""

@@ -27,6 +27,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "tasks"))
 
 import ring_attention
+from mesh_diagrams import knowing
 from records import here_and_now
 from ring_attention import Ring, RingAttention
 from utils.errors import UserError
@@ -85,8 +86,9 @@ def measure(run, args):
     if run.device.type == "cpu" and os.cpu_count() >= P:
         groups = {dist.get_backend(): run.mesh("sp").get_group()}
         groups["gloo"] = dist.new_group(backend="gloo")
-        run.results["hops"] = {name: timeline(run, Ring(group, S, True), mine)
-                               for name, group in groups.items()}  # fmt: skip
+        run.results["hops"] = {
+            name: timeline(run, group, S, mine) for name, group in groups.items()
+        }
     say(run, phases, {name: torch.tensor(of[-args.repeats - 1 : -1]) for name, of in cpu.items()})
 
 
@@ -125,24 +127,25 @@ class Arrival(Thread):
     wait = Thread.join
 
 
-def timeline(run, ring, mine):
-    """A forward and a backward, twice; of the second, on each rank, [[what, begin, end, of], ...].
+def timeline(run, group, length, mine):
+    """A zigzag ring, twice; of the second time, on each rank, [[what, begin, end, of], ...].
 
     what: "forward" and "backward" of a block, whose chunks (i, j) are `of`; of the messages of a
     hop, whose bytes are `of`, "post", "wait", and "way" from the first on until the last has come.
     """
-    log, works = [], []
+    log, works, chunks = [], [], {}
+    ring = knowing(chunks)(group, length, zigzag=True)
 
     def timed(what, at, function, *args):
         begin = time.perf_counter()
         result = function(*args)
-        names = [place[args[i].data_ptr()] for i in (at, at + 1)]
+        names = [chunks[args[i].data_ptr()] for i in (at, at + 1)]
         log.append([what, begin, time.perf_counter(), names])
         return result
 
     def post(begin_messages, operations):
         works[:] = begin_messages(operations)
-        if dist.get_backend(ring.group) == "gloo":
+        if dist.get_backend(group) == "gloo":
             works[:] = map(Arrival, works)
         return list(works)
 
@@ -161,21 +164,6 @@ def timeline(run, ring, mine):
 
         return waited
 
-    place = {}  # of a chunk, by where it lies
-
-    class Told(Ring):
-        def split(self, x):
-            parts = super().split(x)
-            place.update({part.data_ptr(): chunk for chunk, part in parts.items()})
-            return parts
-
-        def pass_on(self, hop, leaving, k, home=None):
-            coming, wait = super().pass_on(hop, leaving, k, home)
-            for of in leaving, coming:
-                place.update({part.data_ptr(): chunk for chunk, part in of.items()})
-            return coming, wait
-
-    told = Told(ring.group, sum(map(ring.size, range(len(ring.tokens)))), ring.zigzag)
     mine = [x.detach().clone().requires_grad_() for x in mine]
     watched = mock.patch.multiple(
         ring_attention,
@@ -189,7 +177,7 @@ def timeline(run, ring, mine):
             log.clear()
             dist.barrier()
             origin = run.broadcast(time.perf_counter())  # one clock, of the machine
-            output = RingAttention.apply(*mine, told)
+            output = RingAttention.apply(*mine, ring)
             output.backward(torch.ones_like(output))
             run.synchronize()
     return run.gather_objects([[what, begin - origin, end - origin, of]
