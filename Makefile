@@ -22,7 +22,7 @@ help:
 	@echo "make demo         every task, NPROC=$(NPROC) ranks, MODEL=$(MODEL), DTYPE=$(DTYPE)," \
 	  "DEVICE=$(DEVICE)"
 	@echo "make test-all     the tests; make test: the fast ones"
-	@echo "make stress       the long tests alone; make soak: a rehearsal of make gpu (an hour)"
+	@echo "make stress       the long tests alone; make soak: fifty kills; make gpu rehearsed (an hour)"
 	@echo "make test-real    every task on a real model, SmolLM2-135M (93 MB are fetched)"
 	@echo "make test-course  the tests with the course's versions of transformers and peft"
 	@echo "make report       run every task: the tables and outputs of the pages anew"

@@ -165,7 +165,8 @@ def test_diagrams(record, nproc, pictures, tmp_path):
     """What a run holds and sends is what is committed; both pictures are drawn from that."""
     output = tmp_path / "record.json"
     flags = ["--device", "cpu", "--json", output]
-    result = launch.torchrun(str(record.with_suffix(".py")), *flags, nproc=nproc)
+    file = record.with_suffix(".py")
+    result = launch.ranks(file, *flags, nproc=nproc, folder=tmp_path)
     assert result.code == 0, result.tail()
     data = json.loads(record.read_text())
     assert json.loads(output.read_text())["results"] == data["results"]
@@ -183,7 +184,7 @@ def test_diagrams(record, nproc, pictures, tmp_path):
         ("pipeline", ["--seq-len", 16, "--microbatches", 2]),
         ("data_speed", ["--seq-len", 16, "--batch-size", 2]),
         ("mesh_speed", ["--seq-len", 16, "--batch-size", 2]), ("ring_speed", ["--seq-len", 64]),
-        ("sequence_speed", ["--seq-len", 64, "--budget", 20]),
+        ("sequence_speed", ["--seq-len", 64, "--budget", 12]),
     ],
 )  # fmt: skip
 def test_measured_on_ranks(script, flags, tmp_path):

@@ -81,8 +81,10 @@ EVERY = (
 )  # fmt: skip
 PACKED += [
     pytest.param(nproc, attention, peft, flag, marks=pytest.mark.stress)
-    for nproc in (1, 2, 3, 4) for attention in ("ulysses", "ring")
-    for peft, flag in zip(itertools.cycle(("prompt", "lora", "none")), EVERY)
+    for nproc, peft, (attention, flag) in zip(
+        itertools.cycle((4, 3, 2)), itertools.cycle(("prompt", "none", "lora", "prompt")),
+        itertools.product(("ulysses", "ring"), EVERY), strict=False,
+    )
 ]  # fmt: skip
 
 

@@ -170,9 +170,7 @@ def test_two_machines(script, nproc, two_nodes, tmp_path):
     """Tensor and sequence parallelism over a cable: the same checks, on the same tolerances."""
     nodes, head, _ = two_nodes
     job = uuid.uuid4().hex
-    short = (script, nproc) == ("ulysses_forward", 1) or script == "data_parallel"
-    args = QUICK[script] if short else []
-    args = [f"tasks/{script}.py", "--device", "cpu", *map(str, args)]
+    args = [f"tasks/{script}.py", "--device", "cpu", *map(str, QUICK.get(script, []))]
     jobs = on_nodes(nodes, head, job, tmp_path, args, nproc)
     assert not launch.survivors(job, 120)
     codes = [process.wait() for process, _, _ in jobs]

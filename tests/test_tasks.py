@@ -87,19 +87,12 @@ STRESS = pytest.mark.stress
 # there is `test_without_torchrun`, and on three and four `test_odd_llama`.)
 @STRESS
 @pytest.mark.parametrize("nproc", [1, 2, 3, 4])
-@pytest.mark.parametrize("by", ["forked", "torchrun"])
 @pytest.mark.parametrize("script", launch.SCRIPTS)
-def test_float32(script, by, nproc, tmp_path):
-    """On all rank counts, a little shortened."""
+def test_float32(script, nproc, tmp_path):
+    """By torchrun, on all rank counts, a little shortened."""
     path = tmp_path / "record.json"
-    args = [*QUICK.get(script, []), "--json", path]
-    if by == "torchrun":
-        result = launch.torchrun(script, *args, nproc=nproc)
-        passed(result, nproc)
-    else:
-        file = launch.TASKS / f"{script}.py"
-        result = launch.ranks(file, *args, nproc=nproc, folder=tmp_path)
-        assert result.code == 0 and result.out.count("Tests passed") == nproc, result.tail()
+    result = launch.torchrun(script, *QUICK.get(script, []), "--json", path, nproc=nproc)
+    passed(result, nproc)
     float32(script, nproc, result, path)
 
 

@@ -38,7 +38,7 @@ def three(*shape, size=1.0, noise=1e-6, seed=0):
 @pytest.mark.parametrize("chunk", [1, 100, 2**22])
 def test_norms(chunk, monkeypatch):
     """They are what their names say, however many rows are taken at a time."""
-    monkeypatch.setattr(tolerance, "CHUNK", chunk)
+    monkeypatch.setattr(tolerance, "CHUNK", {"cpu": chunk})
     actual, reference, exact = three(2, 9, 11)
     norms = measure(actual, reference, exact).norms
     for i, values in enumerate((actual - exact, reference - exact, exact)):

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from utils.collectives import SharedLinear
 from utils.float64 import compute_in_float64
 from utils.shards import local_part, shard_of
-from utils.tolerance import FEW, LIMITS, WHOLE, judge, measure, worst_relative
+from utils.tolerance import CHUNK, FEW, LIMITS, WHOLE, judge, measure, worst_relative
 from utils.wider import WIDER, widen
 
 # Allowed difference in float64, as a share of the largest reference value. A parallel run adds the
@@ -250,8 +250,8 @@ class Comparison:
         """read(name, shard) for `materialize`: slices of a module that rank 0 alone has."""
 
         def read(name, shard):
-            whole = self.broadcast(module.get_parameter(name) if self.rank == 0 else None)
-            return whole[shard].clone()
+            whole = module.get_parameter(name) if self.rank == 0 else None
+            return self.to_each(whole, self.gather_objects(shard)).clone()
 
         return read
 
@@ -340,10 +340,11 @@ def kind_of(name):
 
 
 def difference(a, b):
-    """Largest and mean |a - b|; in pieces, since the tensors may be most of the memory."""
-    largest, total = torch.zeros(()), 0.0
-    for x, y in zip(a.detach().flatten().split(2**20), b.flatten().split(2**20), strict=True):
+    """Largest and mean |a - b|; in pieces, as in `tolerance.measure`."""
+    largest, total = a.new_zeros((), dtype=torch.float64), 0.0
+    chunk = CHUNK[a.device.type]
+    for x, y in zip(a.detach().flatten().split(chunk), b.flatten().split(chunk), strict=True):
         diff = (x.to(torch.promote_types(x.dtype, torch.float32)) - y).abs()
-        largest = torch.maximum(largest, diff.max().cpu())  # a NaN stays
-        total += diff.sum().item()
-    return largest.item(), total / max(a.numel(), 1)
+        largest = torch.maximum(largest, diff.max())  # a NaN stays
+        total = total + diff.sum().double()
+    return largest.item(), total.item() / max(a.numel(), 1)
