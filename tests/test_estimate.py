@@ -47,11 +47,12 @@ def test_peaks(tmp_path):
 
 @pytest.mark.stress
 @pytest.mark.parametrize(("flags", "nproc"), [
-    ([], 3), (["--dtype", "float64"], 2),
+    ([], 3), (["--dtype", "float64", "--technique", "tp", "1f1b", "ddp", "ulysses"], 2),
     (["--seq-len", 2048, "--batch-size", 1, "--technique", "tp", "2d"], 3),
     # Few layers: logits are the most. Few tokens and a tied embedding: parameters are.
-    (["--model", "random/small", "--num-layers", 3, "--seq-len", 600], 2),
-    (["--model", "random/llama-3.2-1b-32k", "--num-layers", 3, "--seq-len", 32], 2),
+    (["--num-layers", 3, "--seq-len", 600, "--technique", "megatron-sp", "usp", "1f1b"], 2),
+    (["--model", "random/llama-3.2-1b-32k", "--num-layers", 3, "--seq-len", 32,
+      "--technique", "tp", "zero1", "fsdp2", "ring"], 2),
 ])  # fmt: skip
 def test_all_peaks(flags, nproc, tmp_path):
     """Three ranks share neither heads nor words nor tokens evenly."""

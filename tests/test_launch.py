@@ -160,11 +160,18 @@ def on_nodes(nodes, head, job, folder, args, nproc=1):
     return jobs
 
 
+# Over the cable and beside it: what is split along two axes, the ring, and what trains longest.
+BOTH = "tp_llama", "ulysses_finetune", "ring_attention", "tp_ulysses", "pretrain_2d"
+
+
 @pytest.mark.parametrize(
     ("script", "nproc"),
     [("ulysses_forward", 1)]
-    + [pytest.param(s, 1, marks=pytest.mark.stress) for s in ("tp_llama", "ulysses_finetune")]
-    + [pytest.param(s, 2, marks=pytest.mark.stress) for s in launch.SCRIPTS],
+    + [
+        pytest.param(s, 1 + (s in BOTH), marks=pytest.mark.stress)
+        for s in launch.SCRIPTS
+        if s != "ulysses_forward"
+    ],
 )
 def test_two_machines(script, nproc, two_nodes, tmp_path):
     """Tensor and sequence parallelism over a cable: the same checks, on the same tolerances."""
