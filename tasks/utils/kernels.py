@@ -38,6 +38,20 @@ def bias_of(seen, like):
     return bias.masked_fill_(~seen, -torch.inf)
 
 
+def side_by_side(*tensors):
+    """Tensors (..., D), each row of D numbers side by side in memory.
+
+    All kernels read rows so. The CPU's does not look at the last dim's stride, and gives wrong
+    numbers for another one: that of an expanded gradient, say, as `.sum()` gives it.
+    """
+    return [t if t.stride(-1) == 1 else t.contiguous() for t in tensors]
+
+
+def heads_last(t):
+    """t, (B, n, S, D), in memory as (B, S, n, D): no copy where it lies so already."""
+    return t.transpose(1, 2).contiguous().transpose(1, 2)
+
+
 def attend(q, k, v, causal=True, bias=None):
     """Attention of q (B, n, S, D) to k, v (B, k, T, D): (o, log-sum-exps (B, n, S), rest).
 
@@ -46,6 +60,7 @@ def attend(q, k, v, causal=True, bias=None):
     takes besides. A query that sees nothing gets 0, and a log-sum-exp that means nothing.
     """
     kernel, causal = kernel_of(q, bias), causal and bias is None
+    q, k, v = side_by_side(q, k, v)
     if kernel == "cpu":
         flash = aten._scaled_dot_product_flash_attention_for_cpu
         return *flash(q, k, v, 0.0, causal, attn_mask=bias), ()
@@ -66,9 +81,10 @@ def attend_backward(grad, q, k, v, o, lse, rest=(), causal=True, bias=None):
 
     o, lse: of all keys that the queries see, of which k and v may be some: then these are their
     parts of the gradients, exactly, for with the log-sum-exps of all, exp(scores - lse) are the
-    very probabilities.
+    very probabilities. Each tensor may lie in memory in any way.
     """
     kernel, keys, causal = kernel_of(q, bias), k.shape[1], causal and bias is None
+    grad, q, k, v, o = side_by_side(grad, q, k, v, o)
     if kernel == "cpu":
         backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
         return backward(grad, q, k, v, o, lse, 0.0, causal, attn_mask=bias)
@@ -81,6 +97,7 @@ def attend_backward(grad, q, k, v, o, lse, rest=(), causal=True, bias=None):
     k, v = (for_all(t, q.shape[1]) for t in (k, v))
     bias = None if bias is None else bias.expand(len(q), q.shape[1], -1, -1)
     lse = F.pad(lse, (0, -lse.shape[-1] % EFFICIENT_ROWS), value=torch.inf)
+    o = heads_last(o)  # for bfloat16 the kernel reads it so, whatever its strides
     backward = aten._scaled_dot_product_efficient_attention_backward
     wanted = [True, True, True, False]
     dq, dk, dv, _ = backward(grad, q, k, v, bias, o, lse, *rest, 0.0, wanted, causal)
