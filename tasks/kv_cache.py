@@ -23,12 +23,13 @@ rank's. Then it measures tokens per second.
 """
 
 import copy
+import inspect
 import statistics
 from functools import partial
 
 import torch
 import torch.nn.functional as F
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache, LlamaModel, StaticCache
 
 from dtensor_llama import dtensor_parallelize, whole_logits
 from tp_llama import tensor_parallelize
@@ -38,6 +39,10 @@ from utils.generation import check_text, encode_prompts, hf_generate
 from utils.job import start
 from utils.measure import REPEATS_HELP, interleave, num_threads, ratio, say_if_short, threads_alone
 from utils.shards import shard_heads
+
+# What a forward calls its KV cache: `cache` from transformers 5.24 on.
+FORWARD_TAKES = inspect.signature(LlamaModel.forward).parameters
+CACHE = "cache" if "cache" in FORWARD_TAKES else "past_key_values"
 
 # ---------------------------------------------------------------- the technique
 
@@ -57,8 +62,8 @@ def generate(model, ids, mask, new_tokens, choose, cache=None):
             inputs_embeds=x,
             attention_mask=mask,
             position_ids=positions,
-            past_key_values=cache,
             use_cache=cache is not None,
+            **{CACHE: cache},
         )
         token, row = choose(model, model.lm_head(output.last_hidden_state[:, -1:]))
         ids = torch.cat([ids, token], dim=1)
@@ -124,7 +129,7 @@ def check_generation(run, name, model, choose, prompts, count, expected, referen
         return generate(model, ids, mask, count, choose, cache)
 
     def by_hf(cache):
-        return hf_generate(model, ids, count, attention_mask=mask, past_key_values=cache)
+        return hf_generate(model, ids, count, attention_mask=mask, **{CACHE: cache})
 
     for how, function, kind in (
         ("recomputed", by_loop, None),
@@ -184,7 +189,7 @@ def last_logits(model, ids, mask, cache, new=1):
     mask = F.pad(mask, (0, ids.shape[1] - mask.shape[1]), value=1)
     positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -new:]
     return model(
-        ids[:, -new:], attention_mask=mask, position_ids=positions, past_key_values=cache
+        ids[:, -new:], attention_mask=mask, position_ids=positions, **{CACHE: cache}
     ).logits[:, -1]
 
 

@@ -179,7 +179,7 @@ class SequenceParallelLlama(LlamaForCausalLM):
     """Takes whole sequences, works on this rank's tokens, and gives what the whole model gives."""
 
     def forward(
-        self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None,
+        self, input_ids=None, attention_mask=None, position_ids=None, cache=None,
         inputs_embeds=None, labels=None, use_cache=None, cache_position=None,
         num_items_in_batch=None, return_dict=None, **kwargs,
     ):  # fmt: skip
@@ -196,8 +196,9 @@ class SequenceParallelLlama(LlamaForCausalLM):
         """
         refuse(kwargs, "logits_to_keep", "num_logits_to_keep", "output_attentions", "shift_labels",
                "ignore_index")  # fmt: skip
-        if past_key_values is not None:
-            raise ValueError("past_key_values: there is no KV cache under sequence parallelism")
+        if cache is not None or kwargs.pop("past_key_values", None) is not None:
+            # One thing: transformers calls it `cache` from 5.24 on.
+            raise ValueError("cache, past_key_values: no KV cache under sequence parallelism")
         if attention_mask is not None and attention_mask.dim() != 2:
             raise ValueError("attention_mask must be (B, S)")
         ids = input_ids if inputs_embeds is None else inputs_embeds

@@ -386,7 +386,7 @@ import copy, tempfile, torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from peft import PromptTuningConfig, get_peft_model
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import DynamicCache, LlamaForCausalLM, PreTrainedTokenizerFast
 from ulysses_forward import sequence_parallelize
 from utils.collectives import sum_gradients
 
@@ -433,7 +433,8 @@ if __name__ == "__main__":
         dict(labels=ids[:, 1:]),
         dict(input_ids=beyond),
         dict(labels=beyond),
-        dict(past_key_values=whole(ids, use_cache=True).past_key_values),
+        dict(past_key_values=DynamicCache()),
+        dict(cache=DynamicCache()),
         dict(logits_to_keep=torch.tensor([0, 1])),
         dict(shift_labels=ids),
         dict(ignore_index=7),
