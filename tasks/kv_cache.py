@@ -29,16 +29,17 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from transformers import DynamicCache, LlamaModel, StaticCache
+from transformers import DynamicCache, GenerationConfig, LlamaModel, StaticCache
 
 from dtensor_llama import dtensor_parallelize, whole_logits
 from tp_llama import tensor_parallelize
 from utils.collectives import all_gather
+from utils.errors import UserError
 from utils.flags import make_parser, natural, positive
 from utils.generation import check_text, encode_prompts, hf_generate
 from utils.job import start
 from utils.measure import REPEATS_HELP, interleave, num_threads, ratio, say_if_short, threads_alone
-from utils.shards import shard_heads
+from utils.shards import rope_of, shard_heads
 
 # What a forward calls its KV cache: `cache` from transformers 5.24 on.
 FORWARD_TAKES = inspect.signature(LlamaModel.forward).parameters
@@ -262,10 +263,12 @@ def show(run, args):
     """Both models' text by every way there is, their caches, and their speed."""
     mesh = run.mesh("tp")
     prompts = encode_prompts(run, args.prompt, args.new_tokens)
+    refuse_other_factors(run.source.config, prompts[0].shape[1] + args.new_tokens)
 
     def load(parallelize=None):
         model = run.load_model(parallelize)
-        model.generation_config.eos_token_id = None  # always --new-tokens, to compare them all
+        # No end and no penalties: then .generate gives --new-tokens tokens, the likeliest ones.
+        model.generation_config = GenerationConfig()
         # On a GPU a static cache would be compiled for; the collectives cannot be.
         model.get_compiled_call = lambda config: model.__call__
         return model
@@ -288,6 +291,19 @@ def show(run, args):
         check_generation(run, name, *model, prompts, args.new_tokens, expected, references)
     if args.repeats != 0:
         measure(run, models, reference, args.prompt_len, args.new_tokens, args.repeats)
+
+
+def refuse_other_factors(config, tokens):
+    """UserError where longrope would take its factors for long sequences.
+
+    Keys that are cached keep those of their time, in transformers, too. Then a text depends on when
+    its tokens were cached, and there is nothing to compare.
+    """
+    rope = rope_of(config)
+    limit = rope.get("original_max_position_embeddings") or config.max_position_embeddings
+    if rope.get("rope_type") == "longrope" and tokens > limit:
+        raise UserError(f"RoPE longrope has other factors beyond {limit} tokens, and cached keys "
+                        f"keep theirs: prompt and --new-tokens are {tokens}")  # fmt: skip
 
 
 def continuations(model, prompts, new_tokens):

@@ -35,7 +35,8 @@ def shard(
         save_file({key: tensors[key] for key in keys}, directory / name)
         weight_map |= {key: name for key in keys}
     (directory / "model.safetensors").unlink()
-    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    index = {"metadata": {}, "weight_map": weight_map}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
     return weight_map
 
 

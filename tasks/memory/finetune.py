@@ -2,6 +2,7 @@
 
 import argparse
 import copy
+import shutil
 import statistics
 import sys
 import tempfile
@@ -63,8 +64,8 @@ def load(run, config, parallelize=None, checkpointing=False):
 
     config: see `adapter_config`. checkpointing: by Hugging Face's own recomputation of layers.
     """
-    run.source.config.use_cache = False  # there is nothing to generate
     model = run.load_model(parallelize)
+    model.config.use_cache = False  # there is nothing to generate
     with warnings.catch_warnings():  # PEFT and the newest transformers disagree on names
         warnings.simplefilter("ignore", FutureWarning)
         if checkpointing:
@@ -250,6 +251,8 @@ def write_result(run, model, final):
             config.save_pretrained(part)
             tensors = {name: p.detach().cpu() for name, p in trained(model).items()}
             save_file(tensors, part / "model.safetensors", {"format": "pt"})
+            if run.source.generation:  # as it came: where it ends a text, for example
+                shutil.copy(run.source.directory / "generation_config.json", part)
             if run.tokenizer:
                 run.tokenizer.save_pretrained(part)
         for file in part.iterdir():

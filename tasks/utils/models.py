@@ -1,16 +1,21 @@
 """Where weights come from: a directory, the hub, or a seed; whole, or only a rank's shards.
 
-A model is built on the meta device (shapes, no memory), sharded there, and only then filled: each
-parameter reads its own slice. So no rank ever holds more than one full tensor beside its shards.
+A full model out of a directory is what transformers itself loads. A rank's share is built on the
+meta device (shapes, no memory), sharded there, and only then filled: each parameter reads its own
+slice. So no rank holds more than one full tensor beside its shards. The configuration, the
+tokenizer and the settings for generation are always read by transformers.
 """
 
+import copy
 import json
 import os
 import re
 import zlib
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+import transformers
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -22,6 +27,14 @@ from utils.presets import PRESETS
 from utils.shards import shard_of
 
 TINY = Path(__file__).resolve().parent.parent / "tiny_llama"
+# The compatibility spot: transformers 4 calls the dtype and the rotary settings otherwise.
+TRANSFORMERS_4 = transformers.__version__.startswith("4.")
+# Settings of config.json that are the run's own affair: dtypes, and what a forward gives.
+OURS = ("dtype", "torch_dtype", "return_dict", "use_return_dict", "torchscript", "use_cache",
+        "output_hidden_states", "output_attentions")  # fmt: skip
+# Files by any of which a directory has a tokenizer.
+TOKENIZER = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json",
+             "vocab.txt", "spiece.model")  # fmt: skip
 
 
 # ---------------------------------------------------------------- sources of weights
@@ -54,12 +67,14 @@ class Source:
 
     Checks everything that can be checked without reading weights; raises `UserError` with one line
     that says what is wrong. `config` is a LlamaConfig, `directory` is None for random weights,
-    `shapes` has every parameter's, by name.
+    `shapes` has every parameter's, by name. `generation` is the directory's GenerationConfig, None
+    if it has none.
     """
 
     def __init__(self, name, num_layers=None, seed=0):
         from transformers import LlamaConfig
 
+        self.generation = None
         self.name, self.seed, self.files, self.directory = name, seed, {}, None
         if name.startswith("random/"):
             preset = PRESETS.get(name.removeprefix("random/"))
@@ -75,8 +90,9 @@ class Source:
                 raise UserError(f"--num-layers cuts random/ models short, not {name}")
             self.directory = find_directory(name)
             settings = read_settings(self.directory)
+            self.generation = read_generation(self.directory)
         try:
-            self.config = LlamaConfig(**settings)
+            self.config = LlamaConfig.from_dict(settings)
             parameters = self.empty_model().named_parameters()
             self.shapes = {name: tuple(p.shape) for name, p in parameters}
         except Exception as error:  # the library's own validation: say what it says, in one line
@@ -96,6 +112,7 @@ class Source:
         c.vocab_size = max(c.vocab_size, len(tokenizer))
         c.bos_token_id, c.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
         c.pad_token_id, self.directory, self.files = tokenizer.pad_token_id, None, {}
+        self.generation = None
         self.shapes = {name: tuple(p.shape) for name, p in self.empty_model().named_parameters()}
 
     def empty_model(self):
@@ -113,10 +130,13 @@ class Source:
         """An ordinary LlamaForCausalLM, or this rank's share of it.
 
         parallelize: a function that shards a model in place with `keep_shard`. It is given the
-        model without memory, so that only the shards are ever read.
+        model without memory, so that only the shards are ever read. Without one, and with a
+        directory, the model is what transformers' own `from_pretrained` loads.
         """
         from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+        if self.directory and not parallelize:
+            return self.from_pretrained(dtype, device)
         model = self.empty_model()
         if parallelize:
             parallelize(model)
@@ -127,7 +147,32 @@ class Source:
         # (Not all stages of a pipeline have a head.)
         if self.config.tie_word_embeddings and model.lm_head:
             model.lm_head.weight = model.model.embed_tokens.weight
+        if self.generation:
+            model.generation_config = copy.deepcopy(self.generation)
         return model
+
+    def from_pretrained(self, dtype, device):
+        """The directory's model by transformers' own reading of all its files."""
+        from transformers import AutoModelForCausalLM
+
+        self.config._attn_implementation = "sdpa"
+        try:
+            with quiet():
+                model = AutoModelForCausalLM.from_pretrained(
+                    self.directory, config=copy.deepcopy(self.config), use_safetensors=True,
+                    local_files_only=True, trust_remote_code=False,
+                    **{"torch_dtype" if TRANSFORMERS_4 else "dtype": dtype},
+                )  # fmt: skip
+        except Exception as error:
+            if is_for_memory(error):
+                raise
+            raise UserError(f"{self.name}: {' '.join(str(error).split())}") from None
+        for name, parameter in model.named_parameters():
+            if not parameter.isfinite().all():
+                raise UserError(f"{self.name}: non-finite values in {name}")
+        if dtype == torch.float64:
+            compute_in_float64(model)
+        return model.to(device).eval()
 
     def check_names(self):
         """Missing, unexpected and misshapen tensors: the library would only warn."""
@@ -176,20 +221,43 @@ class Source:
         return values + 1 if name.endswith("norm.weight") else values
 
     def tokenizer(self):
-        """The model's tokenizer, or None for random weights or a directory without one."""
-        if not self.directory or not (self.directory / "tokenizer.json").exists():
+        """The model's tokenizer, or None for random weights or a directory without one.
+
+        As AutoTokenizer reads it. UserError for what it cannot read.
+        """
+        files = [name for name in TOKENIZER if self.directory and (self.directory / name).exists()]
+        if not files:
             return None
-        from transformers import PreTrainedTokenizerFast
+        from transformers import AutoTokenizer
 
         try:
-            tokenizer = PreTrainedTokenizerFast.from_pretrained(self.directory)
+            tokenizer = AutoTokenizer.from_pretrained(
+                self.directory, local_files_only=True, trust_remote_code=False
+            )
         except Exception as error:
-            raise UserError(f"{self.name}: tokenizer: {' '.join(str(error).split())}") from None
+            said = " ".join(str(error).split())
+            raise UserError(f"{self.name}: tokenizer ({', '.join(files)}): {said}") from None
         known = max(tokenizer.get_vocab().values(), default=-1) + 1
         if known > self.config.vocab_size:
             raise UserError(f"{self.name}: the tokenizer knows {known} tokens, the model only "
                             f"{self.config.vocab_size}")  # fmt: skip
         return tokenizer
+
+
+@contextmanager
+def quiet():
+    """transformers shows no progress bars and no warnings: what they tell is checked here."""
+    from transformers.utils import logging
+
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
 
 
 def is_hub_id(name):
@@ -227,8 +295,8 @@ def download(name, offline=False):
             reason, offline = error, True
     try:
         return Path(snapshot_download(
-            name, allow_patterns=["*.safetensors", "*.json"], etag_timeout=5,
-            local_files_only=offline,
+            name, allow_patterns=["*.safetensors", "*.json", *TOKENIZER, "merges.txt"],
+            etag_timeout=5, local_files_only=offline,
         ))  # fmt: skip
     except Exception as error:
         reason = re.sub(r"hf_\w+", "hf_...", " ".join(str(reason or error).split())[:200])
@@ -254,49 +322,78 @@ def find_directory(name):
 
 
 def read_settings(directory):
-    """config.json, if it is a Llama's. The library would build a 7B Llama from a GPT-2's."""
+    """config.json as transformers reads it, if it is a Llama's.
+
+    Of another kind of model the library would build a 7B Llama, with a warning.
+    """
+    from transformers import LlamaConfig
+
     path = directory / "config.json"
     if not path.exists():
         raise UserError(f"{directory}: no config.json there")
     try:
-        settings = json.loads(path.read_text())
-        kind = settings.get("model_type")
+        path.read_bytes()
+        settings, _ = LlamaConfig.get_config_dict(directory, local_files_only=True)
+        kind = json.loads(path.read_text()).get("model_type")
     except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
-    except (ValueError, AttributeError, RecursionError) as error:
-        raise UserError(f"{path}: not valid JSON for a model: {error}") from None
+        said = f"cannot be read ({error.strerror})" if error.strerror else "not valid JSON"
+        raise UserError(f"{path}: {said}") from None
+    except Exception as error:  # whatever it holds instead
+        raise UserError(f"{path}: not valid JSON for a model: {error!r}") from None
     if kind != "llama":
         raise UserError(f"{directory}: a {kind} model; this needs model_type llama")
-    # Weights become what --dtype says. A config that says what they were would mislead readers of
-    # a result: transformers rounds to it unasked.
-    for name in ("dtype", "torch_dtype"):
-        settings.pop(name, None)
-    # As are outputs that are tuples, or hold more, unasked.
-    for name in ("return_dict", "use_return_dict", "output_hidden_states", "output_attentions"):
-        settings.pop(name, None)
-    # The one compatibility spot: transformers 5 writes the rotary settings as one dict, which
-    # transformers 4 would not read.
+    if settings.get("quantization_config"):
+        raise UserError(f"{directory}: quantization_config: quantised models are not loaded")
+    if (directory / "adapter_config.json").exists():
+        raise UserError(f"{directory}: adapter_config.json: an adapter is not loaded; merge it "
+                        "into its model")  # fmt: skip
+    settings = {name: value for name, value in settings.items() if name not in OURS}
+    for name in "rope_parameters", "rope_scaling":
+        if not isinstance(settings.get(name) or {}, dict):
+            raise UserError(f"{path}: {name} is {settings[name]!r}, not a dict")
+    return as_transformers_4(settings) if TRANSFORMERS_4 else settings
+
+
+def as_transformers_4(settings):
+    """Rotary settings as transformers 5 writes and understands them, in transformers 4's words."""
     rope = settings.pop("rope_parameters", None)
-    if isinstance(rope, dict):
-        settings["rope_theta"] = rope.get("rope_theta", 10000.0)
-        scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
-        plain = scaling.get("rope_type", "default") == "default"
-        settings["rope_scaling"] = None if plain else scaling
-    elif rope is not None:
-        raise UserError(f"{path}: rope_parameters is {rope!r}, not a dict")
+    rope = dict(settings.get("rope_scaling") or rope or {})
+    settings["rope_theta"] = rope.pop("rope_theta", settings.get("rope_theta", 10000.0))
+    if "type" in rope:
+        rope.setdefault("rope_type", rope.pop("type"))
+    plain = rope.get("rope_type", "default") == "default"
+    settings["rope_scaling"] = None if plain else rope
     return settings
 
 
+def read_generation(directory):
+    """generation_config.json as transformers reads it, or None if there is none."""
+    from transformers import GenerationConfig
+
+    path = directory / "generation_config.json"
+    if not path.exists():
+        return None
+    try:
+        return GenerationConfig.from_pretrained(directory, local_files_only=True)
+    except Exception as error:
+        raise UserError(f"{path}: {' '.join(str(error).split())}") from None
+
+
 def index_files(directory):
-    """{tensor name: (file, shape)} of a directory's safetensors, sharded or not."""
+    """{tensor name: (file, shape)} of a directory's safetensors, sharded or not.
+
+    One file goes before an index, as in transformers: `save_pretrained` in one file leaves the
+    index of earlier shards behind.
+    """
     index = directory / "model.safetensors.index.json"
-    if index.exists():
+    single = (directory / "model.safetensors").exists()
+    if index.exists() and not single:
         try:
             names = set(json.loads(index.read_text())["weight_map"].values())
             assert all(isinstance(name, str) for name in names), "file names must be strings"
         except Exception as error:  # whatever it holds instead
             raise UserError(f"{index}: damaged index: {error!r}") from None
-    elif (directory / "model.safetensors").exists():
+    elif single:
         names = {"model.safetensors"}
     elif list(directory.glob("*.bin")):
         raise UserError(f"{directory}: pickle weights are not loaded; convert to safetensors")
@@ -308,7 +405,7 @@ def index_files(directory):
             raise UserError(f"{index}: names {name!r}, which is outside its directory")
         files |= read_header(directory / name)
     spare = {path.name for path in directory.glob("model-*.safetensors")} - names
-    if spare and index.exists():
+    if spare and not single:
         raise UserError(f"{directory}: {min(spare)} is not in {index.name}")
     return files
 

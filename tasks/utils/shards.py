@@ -175,6 +175,11 @@ def check_ordinary(model):
         raise ValueError("weights are DTensors, which are not split by tokens here")
 
 
+def rope_of(config):
+    """The rotary settings of a LlamaConfig: {} or {"rope_type": ..., ...}."""
+    return getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+
+
 def become(model, kind, group, name, attend):
     """Make a LlamaForCausalLM one of `kind`, whose layers call `attend`; it and they have `group`.
 
@@ -186,8 +191,7 @@ def become(model, kind, group, name, attend):
 
     check_ordinary(model)
     config = model.config
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    if (of_rope := rope.get("rope_type")) in ("dynamic", "longrope"):
+    if (of_rope := rope_of(config).get("rope_type")) in ("dynamic", "longrope"):
         raise UserError(f"RoPE {of_rope} depends on the sequence's length, which no rank sees")
     model.before = config, model.generation_config
     config, model.generation_config = map(copy.deepcopy, model.before)

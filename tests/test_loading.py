@@ -1,0 +1,298 @@
+"""A model directory means to us what it means to transformers, to the bit.
+
+The reference of every script is what `from_pretrained` loads. A rank's share is read by our own
+code, so that code is held against it here, on directories as people have them: settings in the
+spellings of several versions, files left behind by an earlier save, keys that nobody expects.
+"""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+import launch
+from conftest import make_llama
+from test_bad_input import change_config, change_tensors, shard
+from utils.errors import UserError
+from utils.models import OURS, TRANSFORMERS_4, Source, as_transformers_4
+from utils.presets import LLAMA3_ROPE
+
+CPU = torch.device("cpu")
+FACTORS = {"short_factor": [1.0] * 5, "long_factor": [4.0] * 5}
+SCALINGS = {
+    "default": {"rope_type": "default"},
+    "linear": {"rope_type": "linear", "factor": 8.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0},
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+    "llama3": LLAMA3_ROPE | {"original_max_position_embeddings": 32},
+    "longrope": FACTORS | {"rope_type": "longrope", "factor": 4.0,
+                           "original_max_position_embeddings": 30},
+}  # fmt: skip
+
+
+def renamed(scaling):
+    """As versions of long ago spelled it."""
+    return {"type" if key == "rope_type" else key: value for key, value in scaling.items()}
+
+
+SPELLINGS = {
+    # name: (of transformers 5 alone, settings of config.json, from a scaling)
+    "4": (False, lambda scaling: {"rope_theta": 100.0, "rope_scaling": scaling}),
+    "4, type": (False, lambda scaling: {"rope_theta": 100.0, "rope_scaling": renamed(scaling)}),
+    "4, no theta": (False, lambda scaling: {"rope_scaling": scaling}),
+    "5": (True, lambda scaling: {"rope_parameters": scaling | {"rope_theta": 100.0}}),
+    "5, type": (True, lambda scaling: {"rope_parameters": renamed(scaling) | {"rope_theta": 9.0}}),
+    "5, theta on top": (True, lambda scaling: {"rope_parameters": scaling, "rope_theta": 100.0}),
+    "5, scaling added": (
+        True,
+        lambda scaling: {
+            "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
+            "rope_scaling": scaling,
+        },
+    ),
+    "5, no theta": (True, lambda scaling: {"rope_parameters": scaling}),
+}
+
+
+def change_rope(directory, settings):
+    """Set these rotary settings alone."""
+    path = directory / "config.json"
+    config = json.loads(path.read_text())
+    for name in "rope_parameters", "rope_scaling", "rope_theta":
+        config.pop(name, None)
+    path.write_text(json.dumps(config | settings))
+
+
+def assert_same_as_the_library(directory):
+    """Our loader's shares, and the model without a split: parameters, logits, generation."""
+    theirs = AutoModelForCausalLM.from_pretrained(directory).float()
+    theirs.config._attn_implementation = "sdpa"  # whatever a directory says, as in our runs
+    source = Source(str(directory))
+    ids = torch.arange(2 * 100).view(2, 100) % 211  # longer than some of these were made for
+    for parallelize in (lambda model: None), None:
+        ours = source.load_model(torch.float32, CPU, parallelize)
+        assert ours.state_dict().keys() == theirs.state_dict().keys()
+        for name, parameter in theirs.named_parameters():
+            assert torch.equal(ours.get_parameter(name), parameter), name
+        assert (ours.lm_head.weight is ours.model.embed_tokens.weight) == (
+            theirs.lm_head.weight is theirs.model.embed_tokens.weight
+        )
+        with torch.no_grad():
+            logits = [model(ids, return_dict=True).logits for model in (ours, theirs)]
+        assert torch.equal(*logits), (logits[0] - logits[1]).abs().max()
+        for name in "eos_token_id", "pad_token_id", "bos_token_id", "repetition_penalty":
+            values = [getattr(m.generation_config, name) for m in (ours, theirs)]
+            assert values[0] == values[1], (name, values)
+
+
+@pytest.fixture
+def directory(odd_llama, tmp_path):
+    """A copy of the odd Llama, to be changed."""
+    return shutil.copytree(odd_llama, tmp_path / "a model")
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+@pytest.mark.parametrize("kind", SCALINGS)
+def test_rope(kind, spelling, directory):
+    """Each type of RoPE in each spelling."""
+    newer, settings = SPELLINGS[spelling]
+    if TRANSFORMERS_4 and (newer or (kind, spelling) == ("default", "4, type")):
+        pytest.skip("transformers 4 does not read this spelling: see test_rope_for_transformers_4")
+    change_config(directory, max_position_embeddings=40)
+    change_rope(directory, settings(SCALINGS[kind]))
+    assert_same_as_the_library(directory)
+
+
+LINEAR = SCALINGS["linear"]
+TRANSLATED = [
+    # settings, the theta and the scaling that transformers 4 shall read
+    ({"rope_parameters": LINEAR | {"rope_theta": 7.0}}, 7.0, LINEAR),
+    ({"rope_parameters": renamed(LINEAR) | {"rope_theta": 7.0}}, 7.0, LINEAR),
+    ({"rope_parameters": LINEAR, "rope_theta": 7.0}, 7.0, LINEAR),
+    ({"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}, 7.0, None),
+    ({"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}, "rope_scaling": LINEAR},
+     10000.0, LINEAR),
+    ({"rope_parameters": None, "rope_theta": 7.0, "rope_scaling": LINEAR}, 7.0, LINEAR),
+    ({"rope_theta": 7.0}, 7.0, None),
+    ({}, 10000.0, None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("settings", "theta", "scaling"), TRANSLATED)
+def test_rope_for_transformers_4(settings, theta, scaling):
+    """What transformers 5 makes of a directory, in transformers 4's words."""
+    found = as_transformers_4(dict(settings))
+    assert (found["rope_theta"], found["rope_scaling"]) == (theta, scaling)
+    assert "rope_parameters" not in found
+
+
+def halve(tensors):
+    for tensor in tensors.values():
+        tensor.mul_(0.5)
+
+
+def resave_in_one_file(directory):
+    """As `save_pretrained` does, in shards and then in one file: shards go, their index stays."""
+    whole = load_file(directory / "model.safetensors")
+    for name in set(shard(directory).values()):
+        (directory / name).unlink()
+    halve(whole)
+    save_file(whole, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def copy_over_shards(directory):
+    """One file, copied over a directory that has older weights in shards."""
+    whole = load_file(directory / "model.safetensors")
+    shard(directory)
+    halve(whole)
+    save_file(whole, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def tie(directory, keep_head=False, **settings):
+    """With tied embeddings; keep_head: the file has the LM head, too."""
+
+    def change(tensors):
+        tensors.pop("lm_head.weight")
+        if keep_head:
+            tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+
+    change_tensors(directory, change)
+    change_config(directory, tie_word_embeddings=True, **settings)
+
+
+def drop_settings(directory, *names):
+    path = directory / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({k: v for k, v in config.items() if k not in names}))
+
+
+def as_half(tensors):
+    for name, tensor in tensors.items():
+        tensors[name] = tensor.bfloat16()
+
+
+def generation(directory, **settings):
+    (directory / "generation_config.json").write_text(json.dumps(settings))
+
+
+DIRECTORIES = {
+    "as saved": lambda d: None,
+    "in shards": shard,
+    "in shards, then in one file": resave_in_one_file,
+    "one file copied over shards": copy_over_shards,
+    "tied": tie,
+    "tied, with the head in the file": lambda d: tie(d, keep_head=True),
+    "untied, as is the default": lambda d: drop_settings(d, "tie_word_embeddings"),
+    "weights in bfloat16": lambda d: change_tensors(d, as_half),
+    "dtype bfloat16, weights float32": lambda d: change_config(d, dtype="float32"),
+    "no dtype": lambda d: drop_settings(d, "dtype", "torch_dtype"),
+    "torch_dtype": lambda d: (drop_settings(d, "dtype"), change_config(d, torch_dtype="float32")),
+    "the default head_dim": lambda d: (make_llama(d, hidden_size=60), drop_settings(d, "head_dim")),
+    "no biases": lambda d: make_llama(d, attention_bias=False, mlp_bias=False),
+    "one KV head": lambda d: make_llama(d, num_key_value_heads=1),
+    "a KV head a query head": lambda d: make_llama(d, num_key_value_heads=6),
+    "no KV heads said": lambda d: (
+        make_llama(d, num_key_value_heads=6), drop_settings(d, "num_key_value_heads")
+    ),
+    "gelu, another epsilon": lambda d: change_config(d, hidden_act="gelu", rms_norm_eps=0.03),
+    "use_cache false": lambda d: change_config(d, use_cache=False),
+    "output_hidden_states": lambda d: change_config(d, output_hidden_states=True),
+    "eager attention": lambda d: change_config(d, _attn_implementation="eager"),
+    "settings of other programs": lambda d: change_config(d, pretraining_tp=1, lora_rank=8),
+    "several ends of a text": lambda d: generation(d, eos_token_id=[2, 15], pad_token_id=3),
+    "ends in config.json": lambda d: (
+        (d / "generation_config.json").unlink(), change_config(d, eos_token_id=[2, 15])
+    ),
+    "a repetition penalty": lambda d: generation(d, repetition_penalty=1.3, eos_token_id=2),
+    "frequencies in the file": lambda d: change_tensors(
+        d, lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(5)})
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DIRECTORIES)
+def test_directory(name, directory):
+    DIRECTORIES[name](directory)
+    assert_same_as_the_library(directory)
+
+
+def as_adapter(directory):
+    (directory / "adapter_config.json").write_text('{"base_model_name_or_path": "another"}')
+
+
+REFUSED = {
+    "quantised": (
+        lambda d: change_config(d, quantization_config={"load_in_8bit": True}),
+        "quantised models are not loaded",
+    ),
+    "an adapter": (as_adapter, "an adapter is not loaded"),
+    "damaged settings of generation": (
+        lambda d: (d / "generation_config.json").write_text("{"), "generation_config.json",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_directory(name, directory):
+    """What transformers would make another model of, or only warn about."""
+    change, message = REFUSED[name]
+    change(directory)
+    with pytest.raises(UserError) as caught:
+        Source(str(directory))
+    assert message in str(caught.value) and "\n" not in str(caught.value), caught.value
+
+
+# ---------------------------------------------------------------- tokenizers
+
+
+TINY_FILES = launch.TASKS / "tiny_llama"
+
+
+def tokenizer_files(directory, edit):
+    """The embedded model in a directory of its own, its tokenizer in other files."""
+    shutil.copytree(TINY_FILES, directory, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
+    edit(directory, json.loads((directory / "tokenizer.json").read_text())["model"])
+    return Source(str(directory))
+
+
+def as_gpt2(directory, model):
+    """vocab.json and merges.txt, as of tokenizers without a tokenizer.json."""
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
+    (directory / "vocab.json").write_text(json.dumps(model["vocab"]))
+    (directory / "merges.txt").write_text("\n".join(["#version: 0.2", *merges, ""]))
+    (directory / "tokenizer.json").unlink()
+    path = directory / "tokenizer_config.json"
+    settings = json.loads(path.read_text())
+    settings |= {"tokenizer_class": "GPT2Tokenizer", "unk_token": "<|endoftext|>"}
+    path.write_text(json.dumps(settings))
+
+
+def test_tokenizer_of_other_files(tmp_path):
+    """Read as AutoTokenizer reads it, not taken for none."""
+    text = "A quick brown fox jumps over the lazy dog."
+    expected = Source("tiny").tokenizer()(text)["input_ids"]
+    found = tokenizer_files(tmp_path / "gpt2", as_gpt2).tokenizer()
+    assert found(text)["input_ids"] == expected and found.decode(expected) == text
+
+
+def test_tokenizer_that_cannot_be_read(tmp_path):
+    """Refused by the names of its files: bytes are no tokens of this model."""
+
+    def damage(directory, model):
+        (directory / "tokenizer.json").unlink()
+        (directory / "tokenizer.model").write_bytes(b"no such format")
+
+    with pytest.raises(UserError, match=r"tokenizer \(tokenizer.model, tokenizer_config.json\)"):
+        tokenizer_files(tmp_path / "damaged", damage).tokenizer()
+
+
+def test_no_tokenizer(directory):
+    assert Source(str(directory)).tokenizer() is None
+
+
+def test_settings_of_the_run():
+    """What config.json may not decide is none of the model's function."""
+    assert not set(OURS) & {"rope_theta", "head_dim", "hidden_act", "tie_word_embeddings"}
