@@ -82,11 +82,16 @@ def sum_tied(stages, ends):
 
     stages: this rank's. ends: the process group of the first and the last rank.
     """
-    weights = [w for stage in stages for n, w in stage.named_parameters() if "embed_tokens" in n]
+    weights = [w for w in tied_weights(stages) if w.requires_grad]
     if len(weights) == 2:  # both on one rank
         sum_copies(*weights)
     elif weights:
         all_reduce_(weights[0].grad, ends)
+
+
+def tied_weights(stages):
+    """The copies of a tied embedding that these stages have."""
+    return [w for stage in stages for n, w in stage.named_parameters() if "embed_tokens" in n]
 
 
 # ---------------------------------------------------------------- the technique: schedules
@@ -144,7 +149,9 @@ def run_by_hand(stage, order, batch, loss, down, up):
             kept[i] = x, y
         else:
             x, y = kept.pop(i)
-            y.backward(None if stage.is_last else next(grads))
+            dy = None if stage.is_last else next(grads)
+            if y.requires_grad:  # a first stage that is frozen has no gradients
+                y.backward(dy)
             if not stage.is_first:
                 sent.append(send(x.grad, rank - 1, up))
         sent = [pair for pair in sent if not pair[0].is_completed()]
@@ -184,10 +191,16 @@ class Pipeline:
     def step(self, ids, mask, labels, sizes):
         """Forward and backward of a batch, (B, S) each, in microbatches of `sizes` sequences.
 
-        The loss is the mean over all labels of the batch, not one of the microbatches' means.
-        Returns, on the last rank, it and the logits (B, S, V), else 0 and None.
+        The loss is the mean over all labels of the batch, not one of the microbatches' means. Its
+        gradients are added to those that are there. Returns, on the last rank, it and the logits
+        (B, S, V), else 0 and None.
         """
         self.count = (labels[:, 1:] != -100).sum()
+        tied = self.stages[0].config.tie_word_embeddings and self.number > 1
+        # What is summed over two ranks is this step's gradient, not what is there from others.
+        earlier = [(weight, weight.grad) for weight in tied_weights(self.stages) if tied]
+        for weight, _ in earlier:
+            weight.grad = None
         if self.schedule in BY_HAND:
             order = BY_HAND[self.schedule](len(sizes), self.ranks, self.rank)
             pieces = zip(*(tensor.split(sizes) for tensor in (ids, mask, labels)), strict=True)
@@ -199,8 +212,11 @@ class Pipeline:
                 self.made[key] = self.schedule_of_torch(len(sizes), ids.device)
             given = {"target": labels, "losses": losses} if self.is_last else {}
             logits = self.made[key].step(*[ids][self.rank :], attention_mask=mask, **given)
-        if self.stages[0].config.tie_word_embeddings and self.number > 1:
+        if tied:
             sum_tied(self.stages, self.ends)
+        for weight, grad in earlier:
+            if grad is not None:
+                weight.grad += grad
         return sum(one.detach() for one in losses), logits
 
     def loss(self, logits, labels):

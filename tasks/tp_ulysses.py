@@ -215,6 +215,13 @@ def neighbours(ranks, keys, machine):
 # ---------------------------------------------------------------- the technique: both axes
 
 
+def fewest_heads(config, tp):
+    """Query heads of the rank that has the fewest of them, of so many along tp."""
+    N, K = config.num_attention_heads, config.num_key_value_heads
+    shares = (shard_heads(N, K, tp, rank)[0] for rank in range(tp))
+    return min(stop - first for first, stop in shares)
+
+
 def combine(model, mesh, sequence="ulysses", megatron_sp=False, ulysses=1, zigzag=True):
     """Make a LlamaForCausalLM parallel in place on a mesh of the axes "sp" and "tp".
 
@@ -225,9 +232,7 @@ def combine(model, mesh, sequence="ulysses", megatron_sp=False, ulysses=1, zigza
     """
     tp, sp, N = mesh["tp"], mesh["sp"], model.config.num_attention_heads
     exchange = {"ulysses": sp.size(), "ring": 1, "usp": ulysses}[sequence]
-    K, ranks = model.config.num_key_value_heads, range(tp.size())
-    shares = (shard_heads(N, K, tp.size(), rank)[0] for rank in ranks)
-    if exchange > (heads := min(stop - first for first, stop in shares)):
+    if exchange > (heads := fewest_heads(model.config, tp.size())):
         raise UserError(f"{heads} query heads of a rank ({N} over tp {tp.size()}) for {exchange} "
                         "ranks that exchange heads: fewer of these, or a ring")  # fmt: skip
     if sp.size() % exchange:
@@ -276,7 +281,8 @@ def main():
     parser = add_model_flags(make_parser(__doc__))
     add = parser.add_argument
     add("--sp", type=positive, help="rows of the mesh; default the ranks / tp")
-    add("--tp", type=positive, help="columns; default the ranks / sp, or 2 of an even number")
+    add("--tp", type=positive, help="columns; default the ranks / sp, or 2 of an even number, if "
+        "there are heads enough, else more")  # fmt: skip
     add("--sequence", choices=["ulysses", "ring", "usp"], default="ulysses", help="how attention "
         "sees all tokens; default ulysses")  # fmt: skip
     add("--ulysses", type=positive, help="of usp: neighbours that exchange heads, which divide sp; "
@@ -285,14 +291,29 @@ def main():
     start(parser.parse_args(), show)
 
 
+def default_tp(config, ranks, sequence):
+    """How many ranks tp has if nobody says it: 2 of an even number, else 1.
+
+    Ulysses' ranks exchange heads: where these are too few for it, the next that leaves enough.
+    """
+    usual = 2 - ranks % 2
+    for tp in range(usual, min(ranks, config.num_attention_heads) + 1):
+        exchange = ranks // tp if sequence == "ulysses" else 1
+        if ranks % tp == 0 and exchange <= fewest_heads(config, tp):
+            return tp
+    return usual
+
+
 def show(run, args):
     """All checks of the model, its text, bytes, time and memory."""
-    sp, tp = sides_of(run.world_size, "sp", "tp", args.sp, args.tp)
+    config = run.source.config
+    tp = args.tp or (None if args.sp else default_tp(config, run.world_size, args.sequence))
+    sp, tp = sides_of(run.world_size, "sp", "tp", args.sp, tp)
     nothing = "; --megatron-sp: nothing to split along tp" * (args.megatron_sp and tp == 1)
     run.print0(f"mesh: sp={sp} x tp={tp}{nothing}")
     mesh, u = run.rectangle("sp", "tp", tp), 1
     if args.sequence == "usp":
-        keys = max(1, run.source.config.num_key_value_heads // tp)
+        keys = max(1, config.num_key_value_heads // tp)
         machine = int(os.environ.get("LOCAL_WORLD_SIZE", run.world_size)) // tp
         u = args.ulysses or neighbours(sp, keys, machine)
         run.print0(f"sequence: {u} neighbours exchange heads, in rings of {sp // u} (sp {sp}, "

@@ -573,10 +573,26 @@ def test_text_as_files_have_it():
     book = f"Licence\n{book}\n*** END OF THE PROJECT GUTENBERG EBOOK ULYSSES ***\nmore licence"
     for text in (clean, "\ufeff" + clean, clean.replace("\n", "\r\n"), clean + "\0", book):
         assert utils.text.decode(text.encode(), "x") == clean
+    assert utils.text.decode((book + book + book).encode(), "x") == "\n\n".join([clean] * 3)
     with pytest.raises(UserError, match="not UTF-8: byte 0xe9 at offset 3"):
         utils.text.decode("caf\xe9 noir".encode("latin-1"), "x")
     with pytest.raises(UserError, match="UTF-16"):
         utils.text.decode("text".encode("utf-16"), "x")
+
+
+def test_text_of_which_some_is_left_out(tmp_path):
+    """It is said which."""
+    book = "Licence\n*** START OF THE PROJECT GUTENBERG EBOOK X ***\n%s\n*** END OF THE PROJECT "
+    book += "GUTENBERG EBOOK X ***\nmore"
+    (tmp_path / "books.txt").write_text(book % "One day" + book % "Another day")
+    (tmp_path / "plain.txt").write_text("One day")
+    for name, text, some in (
+        ("books", "One day\n\nAnother day", True),
+        ("plain", "One day", False),
+    ):
+        path = str(tmp_path / f"{name}.txt")
+        said, found = utils.text.find_text(path, None, 1, 0)
+        assert found == text and said.startswith(path) and ("between" in said) == some
 
 
 @pytest.mark.stress

@@ -58,6 +58,8 @@ def test_balance():
         assert all(a < b for a, b in pairwise((0, *stops)))
     with pytest.raises(UserError, match="6 stages, but only 5 layers"):
         balance([1.0] * 5, 6)
+    with pytest.raises(ValueError, match="0 stages"):
+        balance([1.0] * 5, 0)
 
 
 def test_split_module():

@@ -64,8 +64,10 @@ def balance(costs, stages):
     """Cut layers of these costs into consecutive stages, of which the dearest costs least.
 
     Returns of each stage the layer before which it ends. Raises UserError for more stages than
-    layers.
+    layers, ValueError for none.
     """
+    if stages < 1:
+        raise ValueError(f"{stages} stages")
     if stages > len(costs):
         raise UserError(f"{stages} stages, but only {len(costs)} layers")
 

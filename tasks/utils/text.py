@@ -16,7 +16,7 @@ from utils.models import TINY, cache_folder
 
 ULYSSES = "https://www.gutenberg.org/cache/epub/4300/pg4300.txt"  # the assignment's example
 ENOUGH = 10**7  # characters; no more of a text is turned into tokens, unless more are needed
-MARK = r"\*\*\* ?%s OF TH(?:E|IS) PROJECT GUTENBERG EBOOK.*?\*\*\*"
+MARK = re.compile(r"\*\*\* ?(START|END) OF TH(?:E|IS) PROJECT GUTENBERG EBOOK.*?\*\*\*", re.DOTALL)
 
 
 def load_sequences(run, where, count, seq_len):
@@ -74,17 +74,25 @@ def has_own_text(where, source):
 def find_text(where, source, needed, seed):
     """The text, and what to call it."""
     if where is not None and not is_url(where):
-        return where, decode(read_file(where), where)
+        content = read_file(where)
+        return told(where, content), decode(content, where)
     if has_own_text(where, source):
         return own_text(needed, seed)
     url = where or ULYSSES
     try:
-        return url, decode(fetch(url), url)
+        content = fetch(url)
+        return told(url, content), decode(content, url)
     except (OSError, ValueError, http.client.HTTPException) as error:  # URLError is an OSError
         if where:
             raise UserError(f"--text {url}: not fetched ({error}); give a file") from None
         name, text = own_text(needed, seed)
         return f"{name}, since {url} is out of reach ({error})", text
+
+
+def told(name, content):
+    """The name of a text, and that some of it is left out, if so: see `books`."""
+    marked = b" PROJECT GUTENBERG EBOOK" in content
+    return f"{name} (what is between Project Gutenberg's marks)" if marked else name
 
 
 def own_stories(seed, needed=0):
@@ -150,5 +158,14 @@ def decode(content, name):
         raise UserError(f"--text {name}: {kind}: byte {content[error.start]:#04x} at offset "
                         f"{error.start}; convert it, as with iconv -t utf-8") from None  # fmt: skip
     text = text.replace("\r\n", "\n").replace("\r", "\n").replace("\0", "")
-    begin, end = (re.search(MARK % word, text, re.DOTALL) for word in ("START", "END"))
-    return text[begin.end() if begin else 0 : end.start() if end else None].strip("\n")
+    return "\n\n".join(books(text)).strip("\n")
+
+
+def books(text):
+    """What is between Project Gutenberg's marks, of each book; a text without marks is one book."""
+    pieces = MARK.split(text)  # text, mark, text, mark, ..., text
+    marks = [None, *pieces[1::2]]
+    if "START" not in marks:  # at most an end
+        return pieces[:1]
+    pairs = zip(marks, pieces[::2], strict=True)
+    return [piece.strip("\n") for mark, piece in pairs if mark == "START"]
