@@ -94,6 +94,14 @@ def step(module, x):
     return [y.detach(), own.grad, *(parameter.grad for parameter in module.parameters())]
 
 
+def assert_same(expected, results):
+    """None where there is no gradient, and equal but for rounding elsewhere."""
+    for one, other in zip(expected, results, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
+
+
 def pipe_of(whole, split_size, by_workers):
     """A `Pipe`, whose backward is run by its workers or by autograd, as on GPUs."""
     pipe = Pipe(whole, split_size)
@@ -107,9 +115,7 @@ def pipe_of(whole, split_size, by_workers):
 def test_pipe(batch, split_size, by_workers):
     """Output and gradients of the sequential module, also where rows are left over."""
     whole, x = stack(), torch.randn(batch, 8, dtype=torch.float64)
-    results = step(whole, x), step(pipe_of(whole, split_size, by_workers), x)
-    for one, other in zip(*results, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
+    assert_same(step(whole, x), step(pipe_of(whole, split_size, by_workers), x))
 
 
 @pytest.mark.parametrize("by_workers", [True, False])
@@ -183,27 +189,47 @@ def test_frozen(frozen, by_workers):
     for place in frozen:
         layers[place].requires_grad_(False)
     pipe = pipe_of(whole, 2, by_workers)
-    for one, other in zip(step(whole, ids), step(pipe, ids), strict=True):
-        assert (one is None) == (other is None)
-        if one is not None:
-            torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
+    assert_same(step(whole, ids), step(pipe, ids))
     whole.requires_grad_(False)
     assert not pipe(ids).requires_grad
 
 
-class Cut(nn.Module):
+class ByRows(nn.Module):
+    """A module that runs another one row after another."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
     def forward(self, x):
-        return x.detach()
+        return torch.cat([self.module(row) for row in x.split(1)])
+
+
+class Cuts(nn.Module):
+    def forward(self, x):
+        return x.detach() if x[0, 0] > 0 else x * 1
+
+
+class Ignores(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8, dtype=torch.float64))
+
+    def forward(self, x):
+        return self.weight * x.detach()
 
 
 @pytest.mark.parametrize("by_workers", [True, False])
-def test_cut(by_workers):
-    """What comes before a module that gives no gradient has none."""
-    first, last = nn.Linear(8, 8), nn.Linear(8, 8)
-    layers = zip((first, Cut(), last), CPU, strict=True)
-    pipe = pipe_of(nn.Sequential(*(WithDevice(*pair) for pair in layers)), 2, by_workers)
-    pipe(torch.randn(5, 8)).sum().backward()
-    assert first.weight.grad is None and last.weight.grad is not None
+@pytest.mark.parametrize("place", [0, 1, 2])
+@pytest.mark.parametrize("cut", [Cuts, Ignores])
+def test_cut(cut, place, by_workers):
+    """What comes before a module that gives it no gradient has none, as without a pipe."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(8, 8), nn.Linear(8, 8)]
+    layers.insert(place, cut())
+    modules = (WithDevice(layer, device) for layer, device in zip(layers, CPU, strict=True))
+    whole, x = nn.Sequential(*modules).double(), torch.randn(9, 8, dtype=torch.float64)
+    assert_same(step(ByRows(whole), x), step(pipe_of(whole, 1, by_workers), x))
 
 
 @pytest.mark.parametrize(
