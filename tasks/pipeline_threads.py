@@ -195,10 +195,10 @@ class PartNode(torch.autograd.Function):
     turn: a number without a meaning. Partition j's node of microbatch i takes it from that of
     microbatch i - 1, so in the backward i - 1 has to wait for i. Gradients are added in this order.
 
-    No thread of autograd ever waits here. It has one for each GPU, and runs this node in that of
-    y's device. The part's graph is on the same device, so the backward that is called here is run
-    by the thread that calls it. (Called by a worker, while this node waited for that, it would
-    never begin: the thread that has to run it would be this one.)
+    This cannot deadlock, since no thread of autograd waits. Autograd has one thread for each GPU,
+    and runs this node in the thread of y's GPU. The part's graph is on that GPU, too, so its
+    backward is run by the thread that calls it here. (If a worker called it and this node waited
+    for the worker, the backward would never begin: its thread is the one that waits.)
     """
 
     @staticmethod
@@ -218,8 +218,8 @@ class PartNode(torch.autograd.Function):
 class BackwardByWorkers(torch.autograd.Function):
     """On CPUs: the workers run the backward of all parts, before autograd comes to their nodes.
 
-    This is the identity behind the last partition. Its backward may wait: a worker runs a backward
-    on a CPU all by itself, and needs no thread of autograd.
+    This is the identity behind the last partition. Its backward waits for the workers, and may:
+    each runs a backward on the CPU in its own thread, and needs no other one.
     """
 
     @staticmethod
@@ -321,7 +321,8 @@ def show(run, args):
     ends = model.model.embed_tokens.weight, model.lm_head.weight
 
     def loss(logits):
-        return mean_loss(token_losses(logits, ids.to(logits.device)), ids)
+        labels = ids.to(logits.device)
+        return mean_loss(token_losses(logits, labels), labels)
 
     def by_threads():
         logits = pipe(ids)
@@ -346,6 +347,9 @@ def show(run, args):
 
     def turn(by):
         by()
+        for device in devices:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
         yield "step"
 
     if args.repeats != 0:
