@@ -9,9 +9,10 @@ at once whose microbatch has come that far:
     partition 0     m0      m1      m2      m3
     partition 1             m0      m1      m2      m3
 
-PyTorch's kernels run without the interpreter's lock, so threads work at the same time. Autograd
-runs a backward on CPUs in the thread that calls it: for all partitions in one. So the graph is cut
-between partitions, and the backward goes through the same queues, tick by tick in reverse.
+PyTorch's kernels run without the interpreter's lock, so threads work at the same time. In the
+backward autograd itself has a thread for each GPU, which runs that GPU's partitions. It has none
+for CPUs: it would run all partitions in the thread that calls it. So on CPUs the backward goes
+through the same queues, tick by tick in reverse.
 
     OMP_NUM_THREADS=1 python tasks/pipeline_threads.py
 
@@ -29,6 +30,7 @@ from functools import partial
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pipeline_llama import clock_cycles
 from utils.collectives import sum_copies
@@ -46,14 +48,21 @@ class WithDevice(nn.Module):
     """A module with the label of a device, where its parameters do not tell.
 
     It may have none; and on a CPU all tensors are on "cpu", whatever cpu:0 or cpu:1 they went to.
+    Without a pipe it takes its input to its device, so that modules on several GPUs can follow one
+    another in an nn.Sequential.
     """
 
     def __init__(self, module, device):
         super().__init__()
         self.module, self.device = module, torch.device(device)
 
-    def forward(self, *args, **kwargs):
-        return self.module(*args, **kwargs)
+    def forward(self, x):
+        return self.module(move(x, self.device))
+
+
+def move(x, device):
+    """x on a device. The labels cpu:0 and cpu:1 name the same CPU: nothing is copied between."""
+    return x if x.device.type == device.type == "cpu" else x.to(device)
 
 
 def device_of(module):
@@ -120,7 +129,8 @@ class Pipe(nn.Module):
     """Runs an nn.Sequential as a pipeline: module as in `split_module`, batches in rows.
 
     split_size: rows of a microbatch. Takes a batch (B, ...) and gives the output on the last
-    device. Parameters get their gradients from the output's backward, not by `autograd.grad`.
+    device. The output's backward runs once. It adds each microbatch's gradients to the parameters'
+    .grad, the last microbatch first; `autograd.grad` does not give them.
     """
 
     def __init__(self, module, split_size=1):
@@ -129,55 +139,105 @@ class Pipe(nn.Module):
         self.partitions, self.split_size = nn.ModuleList(partitions), split_size
         of_device = {device: Worker() for device in self.devices}
         self.workers = [of_device[device] for device in self.devices]
-        # What makes the output need a gradient, where the input has none.
-        self.anchor = torch.zeros((), requires_grad=True)
+        # Who runs the partitions' backwards: the workers, or else autograd's own threads.
+        self.backward_by_workers = all(device.type == "cpu" for device in self.devices)
 
     def forward(self, x):
-        return Pipelined.apply(x, self.anchor, self, torch.is_grad_enabled())
+        rows, last = x.split(self.split_size), len(self.partitions) - 1
+        ticks = list(clock_cycles(len(rows), last + 1))
+        turns = [torch.zeros((), requires_grad=True) for _ in self.partitions]
+        parts, outputs = {}, {}
+
+        def compute(i, j):
+            x = move(outputs.pop((i, j - 1)) if j else rows[i], self.devices[j])
+            part = parts[i, j] = Part(self.partitions[j], x)
+            outputs[i, j] = part.y
+            if part.y.requires_grad:
+                by_workers = self.backward_by_workers
+                outputs[i, j], turns[j] = PartNode.apply(x, turns[j], part, by_workers)
+
+        run_ticks(ticks, compute, self.workers)
+        y = torch.cat([outputs[i, last] for i in range(len(rows))])
+        return BackwardByWorkers.apply(y, self, ticks, parts) if self.backward_by_workers else y
 
 
-class Pipelined(torch.autograd.Function):
-    """Forward and backward of a `Pipe`, a graph for each microbatch and partition.
+class Part:
+    """What a partition made of one microbatch: y of x, in a graph of its own, cut off before x."""
+
+    def __init__(self, partition, x):
+        self.x = x.detach().requires_grad_(x.requires_grad)
+        self.y = partition(self.x)
+
+    def backward(self, dy):
+        """Runs the graph, once: adds to the parameters' .grad and makes x.grad.
+
+        dy: None where nothing depends on y. RuntimeError: for the second time.
+        """
+        if self.y is None:
+            raise RuntimeError("a Pipe's backward runs once: its graphs are gone")
+        y, self.y = self.y, None
+        if dy is not None and y.requires_grad:
+            y.backward(dy)
+
+    def take_dx(self):
+        """The gradient of x, or None. Lets go of both."""
+        x, self.x = self.x, None
+        return x.grad
+
+
+class PartNode(torch.autograd.Function):
+    """A `Part` as one node of autograd's graph.
 
                 per microbatch i and partition j
-    forward     x_ij = y_i(j-1), cut off from its graph     y_ij = partition j of x_ij
-    backward    dy_ij = dx_i(j+1)                           its backward, to x_ij and its weights
+    forward     x_ij = y_i(j-1), on device j        y_ij = partition j of x_ij
+    backward    dy_ij = dx_i(j+1)                   the part's own graph, to x_ij and its weights
+
+    turn: a number without a meaning. Partition j's node of microbatch i takes it from that of
+    microbatch i - 1, so in the backward i - 1 has to wait for i. Gradients are added in this order.
+
+    This cannot deadlock, since no thread of autograd waits. Autograd has one thread for each GPU,
+    and runs this node in the thread of y's GPU. The part's graph is on that GPU, too, so its
+    backward is run by the thread that calls it here. (If a worker called it and this node waited
+    for the worker, the backward would never begin: its thread is the one that waits.)
     """
 
     @staticmethod
-    def forward(ctx, x, anchor, pipe, grad_mode):
-        rows, last = x.split(pipe.split_size), len(pipe.partitions) - 1
-        inputs, outputs = {}, {}
-
-        def compute(i, j):
-            before = outputs[i, j - 1] if j else rows[i]
-            inputs[i, j] = before.detach().to(pipe.devices[j])
-            inputs[i, j].requires_grad_(grad_mode and before.is_floating_point())
-            outputs[i, j] = pipe.partitions[j](inputs[i, j])
-
-        ticks = list(clock_cycles(len(rows), last + 1))
-        with torch.set_grad_enabled(grad_mode):
-            run_ticks(ticks, compute, pipe.workers)
-        ctx.pipe, ctx.ticks, ctx.inputs, ctx.outputs = pipe, ticks, inputs, outputs
-        return torch.cat([outputs[i, last].detach() for i in range(len(rows))])
+    def forward(ctx, x, turn, part, by_workers):
+        ctx.part, ctx.by_workers = part, by_workers
+        ctx.set_materialize_grads(False)
+        return part.y.detach(), turn.clone()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad):
-        pipe, inputs, outputs = ctx.pipe, ctx.inputs, ctx.outputs
-        if not inputs:
-            raise RuntimeError("a Pipe's backward runs once: its graphs are gone")
-        last = len(pipe.partitions) - 1
-        grads = {(i, last): part for i, part in enumerate(grad.split(pipe.split_size))}
+    def backward(ctx, dy, _):
+        if not ctx.by_workers:
+            ctx.part.backward(dy)
+        return ctx.part.take_dx(), None, None, None
+
+
+class BackwardByWorkers(torch.autograd.Function):
+    """On CPUs: the workers run the backward of all parts, before autograd comes to their nodes.
+
+    This is the identity behind the last partition. Its backward waits for the workers, and may:
+    each runs a backward on the CPU in its own thread, and needs no other one.
+    """
+
+    @staticmethod
+    def forward(ctx, y, pipe, ticks, parts):
+        ctx.pipe, ctx.ticks, ctx.parts = pipe, ticks, parts
+        return y.view_as(y)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        parts, dy_of_last = ctx.parts, dy.split(ctx.pipe.split_size)
+        last = len(ctx.pipe.partitions) - 1
 
         def compute(i, j):
-            x, y = inputs.pop((i, j)), outputs.pop((i, j))
-            y.backward(grads.pop((i, j)).to(y.device))
-            grads[i, j - 1] = x.grad
+            parts[i, j].backward(dy_of_last[i] if j == last else parts[i, j + 1].x.grad)
 
-        run_ticks(reversed(ctx.ticks), compute, pipe.workers)
-        first = [grads[i, -1] for i in range(len(grads))]
-        return None if first[0] is None else torch.cat(first), None, None, None
+        run_ticks(reversed(ctx.ticks), compute, ctx.pipe.workers)
+        return dy, None, None, None
 
 
 # ---------------------------------------------------------------- a Llama in a Sequential
@@ -261,7 +321,8 @@ def show(run, args):
     ends = model.model.embed_tokens.weight, model.lm_head.weight
 
     def loss(logits):
-        return mean_loss(token_losses(logits, ids.to(logits.device)), ids)
+        labels = ids.to(logits.device)
+        return mean_loss(token_losses(logits, labels), labels)
 
     def by_threads():
         logits = pipe(ids)
@@ -277,14 +338,18 @@ def show(run, args):
 
     reference.check_step(run, "threads", model, partial(step, by_threads), model.model.embed_tokens)
     by_one, results = partial(one_after_the_other, whole, rows, loss), []
-    for by in by_threads, by_one:
-        model.zero_grad()
-        results.append([*step(by), *(parameter.grad for parameter in model.parameters())])
+    with sdpa_kernel(SDPBackend.MATH):  # adds in one order; on GPUs the others' backwards do not
+        for by in by_threads, by_one:
+            model.zero_grad()
+            results.append([*step(by), *(parameter.grad for parameter in model.parameters())])
     pairs = [(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(*results, strict=True)]
     run.check("threads: the bits of one microbatch after another", pairs, tolerance=0.0)
 
     def turn(by):
         by()
+        for device in devices:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
         yield "step"
 
     if args.repeats != 0:

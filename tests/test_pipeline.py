@@ -1,15 +1,21 @@
 """The pipelines' parts: schedules, stages, threads; and what cannot be run."""
 
+import os
+import queue
 import sys
+import threading
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from torch.utils import backend_registration
 
 import launch
+import pipeline_threads
 from pipeline_llama import clock_cycles, gpipe, one_forward_one_backward
-from pipeline_threads import Pipe, WithDevice, device_of, split_module
+from pipeline_threads import Pipe, WithDevice, device_of, one_after_the_other, split_module
 from utils.errors import UserError
 from utils.shards import balance
 
@@ -82,40 +88,218 @@ def stack(layers=6):
     return nn.Sequential(*sizes).double()
 
 
+def step(module, x):
+    """Its output, and the gradients of x and of its parameters."""
+    module.zero_grad()
+    own = x.clone().requires_grad_(x.is_floating_point())
+    y = module(own)
+    (y**2).sum().backward()
+    return [y.detach(), own.grad, *(parameter.grad for parameter in module.parameters())]
+
+
+def assert_same(expected, results):
+    """None where there is no gradient, and equal but for rounding elsewhere."""
+    for one, other in zip(expected, results, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
+
+
+def pipe_of(whole, split_size, by_workers):
+    """A `Pipe`, whose backward is run by its workers or by autograd, as on GPUs."""
+    pipe = Pipe(whole, split_size)
+    pipe.backward_by_workers = by_workers
+    return pipe
+
+
+@pytest.mark.parametrize("by_workers", [True, False])
 @pytest.mark.parametrize("batch", [1, 16, 30, 32])
 @pytest.mark.parametrize("split_size", [1, 2, 4, 8, 16])
-def test_pipe(batch, split_size):
+def test_pipe(batch, split_size, by_workers):
     """Output and gradients of the sequential module, also where rows are left over."""
     whole, x = stack(), torch.randn(batch, 8, dtype=torch.float64)
-    results = []
-    for module in whole, Pipe(whole, split_size):
+    assert_same(step(whole, x), step(pipe_of(whole, split_size, by_workers), x))
+
+
+@pytest.mark.parametrize("by_workers", [True, False])
+@pytest.mark.parametrize("devices", [(0, 1, 2), (0, 1, 0), (0, 1, 0, 1), (0,)])
+def test_the_bits_of_one_after_the_other(devices, by_workers):
+    """Gradients are added microbatch by microbatch, also to what is there from a step before."""
+    torch.manual_seed(0)
+    modules = [WithDevice(nn.Linear(8, 8), CPU[device]) for device in devices]
+    whole, x, results = nn.Sequential(*modules), torch.randn(13, 8), []
+    pipe = pipe_of(whole, 2, by_workers)
+
+    def loss(y):
+        return (y**2).sum()
+
+    def by_pipe():
+        loss(pipe(x)).backward()
+
+    def by_one():
+        one_after_the_other(whole, x.split(2), loss)
+
+    def forwards():  # the control: in another order there are other bits
+        for part in x.split(2):
+            loss(whole(part)).backward()
+
+    for by in by_one, by_pipe, forwards:
         whole.zero_grad()
-        mine = x.clone().requires_grad_()
-        y = module(mine)
-        (y**2).sum().backward()
-        results.append([y.detach(), mine.grad, *(p.grad for p in whole.parameters())])
-    for one, other in zip(*results, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
+        by(), by()
+        results.append([parameter.grad for parameter in whole.parameters()])
+    expected, same, others = results
+    assert all(torch.equal(one, other) for one, other in zip(expected, same, strict=True))
+    assert not all(torch.equal(one, other) for one, other in zip(expected, others, strict=True))
+
+
+class ThreadPerTask:
+    """A `Worker` that takes a new thread for each task: nodes of autograd made in it come first."""
+
+    def __init__(self):
+        self.results = queue.Queue()
+
+    def begin(self, task):
+        thread = threading.Thread(target=task)
+        thread.start()
+        thread.join()
+        self.results.put(None)
+
+
+def test_order_of_microbatches(monkeypatch):
+    """The graph says it. Autograd's own order depends on which threads have made the nodes."""
+    order = []
+
+    class Noted(nn.Linear):
+        def forward(self, x):
+            y, microbatch = super().forward(x), int(x[0, 0])
+            y.register_hook(lambda _: order.append(microbatch))
+            return y
+
+    monkeypatch.setattr(pipeline_threads, "Worker", ThreadPerTask)
+    pipe, x = pipe_of(nn.Sequential(Noted(1, 1)), 1, by_workers=False), torch.arange(20.0)[:, None]
+    pipe(x).sum().backward()
+    assert order == list(reversed(range(20)))
+
+
+@pytest.mark.parametrize("by_workers", [True, False])
+@pytest.mark.parametrize("frozen", [(0,), (0, 1), (1,), (2,)])
+def test_frozen(frozen, by_workers):
+    """Partitions without gradients, behind integers, which have none. All frozen: no graph."""
+    torch.manual_seed(0)
+    layers = nn.Embedding(9, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+    modules = [WithDevice(layer, device) for layer, device in zip(layers, CPU, strict=True)]
+    whole, ids = nn.Sequential(*modules).double(), torch.randint(9, (7, 3))
+    for place in frozen:
+        layers[place].requires_grad_(False)
+    pipe = pipe_of(whole, 2, by_workers)
+    assert_same(step(whole, ids), step(pipe, ids))
+    whole.requires_grad_(False)
+    assert not pipe(ids).requires_grad
+
+
+class ByRows(nn.Module):
+    """A module that runs another one row after another."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, x):
+        return torch.cat([self.module(row) for row in x.split(1)])
+
+
+class Cuts(nn.Module):
+    def forward(self, x):
+        return x.detach() if x[0, 0] > 0 else x * 1
+
+
+class Ignores(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8, dtype=torch.float64))
+
+    def forward(self, x):
+        return self.weight * x.detach()
+
+
+@pytest.mark.parametrize("by_workers", [True, False])
+@pytest.mark.parametrize("place", [0, 1, 2])
+@pytest.mark.parametrize("cut", [Cuts, Ignores])
+def test_cut(cut, place, by_workers):
+    """What comes before a module that gives it no gradient has none, as without a pipe."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(8, 8), nn.Linear(8, 8)]
+    layers.insert(place, cut())
+    modules = (WithDevice(layer, device) for layer, device in zip(layers, CPU, strict=True))
+    whole, x = nn.Sequential(*modules).double(), torch.randn(9, 8, dtype=torch.float64)
+    assert_same(step(ByRows(whole), x), step(pipe_of(whole, 1, by_workers), x))
+
+
+@pytest.mark.parametrize(
+    "what",
+    ["one_device", "several_devices", "in_a_hook", "several_pipes", "an_exception", "twice"],
+)
+def test_a_device_with_a_thread(what, tmp_path):
+    """No thread of autograd waits for another backward: it would wait for ever, as on a GPU."""
+    if not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"):
+        pytest.skip(f"PyTorch {torch.__version__}: Python cannot add a device with a thread")
+    file = Path(__file__).with_name("device_thread.py")
+    result = launch.ranks(file, what, nproc=1, folder=tmp_path, torchrun=False, timeout=60)
+    assert result.code == 0 and f"{what}: ok" in result.out, result.tail()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: only a model of its threads")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_on_gpus(gpus, dtype, tmp_path):
+    """The script, with a partition on each GPU of one process."""
+    if torch.cuda.device_count() < gpus:
+        pytest.skip(f"{torch.cuda.device_count()} GPU: no partitions on two")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")[:gpus]
+    flags = ["--dtype", dtype, "--device", "cuda", "--repeats", 1]
+    result = launch.torchrun(
+        "pipeline_threads", *flags, nproc=1, timeout=120,
+        env={"CUDA_VISIBLE_DEVICES": ",".join(visible)},
+    )  # fmt: skip
+    assert result.code == 0 and "Tests passed" in result.out, result.tail()
+
+
+class FailsBack(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, dy):
+        raise ArithmeticError("planted")
 
 
 class Fails(nn.Module):
     def forward(self, x):
         if (x > 5).any():
             raise ArithmeticError("planted")
-        return x * 1
+        return FailsBack.apply(x) if (x < -5).any() else x * 1
 
 
-def test_exception_in_a_thread():
+@pytest.mark.parametrize("by_workers", [True, False])
+def test_exception_in_a_thread(by_workers):
     """It reaches the caller, from the forward and the backward, and the pipe goes on after it."""
-    pipe = Pipe(nn.Sequential(*(WithDevice(Fails(), device) for device in CPU[:2])), 1)
-    x = torch.ones(4, 1, requires_grad=True)
-    with pytest.raises(ArithmeticError, match="planted"):
-        pipe(torch.full((4, 1), 9.0))
-    assert torch.equal(pipe(x), x)
-    y = pipe(x)
-    y.sum().backward()
-    with pytest.raises(RuntimeError, match="runs once"):
+    whole = nn.Sequential(*(WithDevice(Fails(), device) for device in CPU[:2]))
+    pipe, x = pipe_of(whole, 1, by_workers), torch.ones(4, 1, requires_grad=True)
+    for _ in range(2):
+        with pytest.raises(ArithmeticError, match="planted"):
+            pipe(torch.full((4, 1), 9.0))
+        assert torch.equal(pipe(x), x)
+        y = pipe(x * torch.tensor([[1], [-9.0], [1], [1]]))
+        with pytest.raises(ArithmeticError, match="planted"):
+            y.sum().backward()
+        assert all(worker.tasks.empty() and worker.results.empty() for worker in pipe.workers)
+        x.grad = None
+        y = pipe(x)
         y.sum().backward()
+        assert torch.equal(x.grad, torch.ones(4, 1))
+        with pytest.raises(RuntimeError, match="runs once"):
+            y.sum().backward()
     with torch.no_grad():
         assert not pipe(x).requires_grad
 

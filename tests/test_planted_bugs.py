@@ -748,13 +748,13 @@ BUGS = {
         "            optimizer.step()", "changes by 3 steps",
     ),
     "a thread takes another's gradient": (
-        "pipeline_threads", 1, "pipeline_threads.py", "grads[i, j - 1] = x.grad",
-        "grads[i, j - 1] = None if x.grad is None else 2 * x.grad", "input embeddings grad",
+        "pipeline_threads", 1, "pipeline_threads.py", "else parts[i, j + 1].x.grad",
+        "else 2 * parts[i, j + 1].x.grad", "input embeddings grad",
     ),
     "the threads' microbatches are swapped": (
         "pipeline_threads --split-size 1", 1, "pipeline_threads.py",
-        "outputs[i, last].detach() for i in range(len(rows))",
-        "outputs[i, last].detach() for i in reversed(range(len(rows)))", "logits",
+        "outputs[i, last] for i in range(len(rows))",
+        "outputs[i, last] for i in reversed(range(len(rows)))", "logits",
     ),
     "the threads' ends do not add": (
         "pipeline_threads --model tiny", 1, "pipeline_threads.py", "sum_copies(*ends)", "pass",

@@ -171,7 +171,7 @@ class Comparison:
                 if name in mine:  # a row-parallel layer's bias is on rank 0 only
                     actual = values[0](mine[name])
                     actual = torch.zeros_like(mine[name]) if actual is None else actual
-                    yield local_part(actual, mine[name]), *slices
+                    yield local_part(actual, mine[name]).to(self.device), *slices
 
         return {kind: pairs(names) for kind, names in kinds.items()}
 

@@ -23,7 +23,7 @@ from packaging.version import Version
 
 from utils.shared_memory import neighbourhood
 
-TESTED = {"transformers": ("4.48.3", "5.23.0"), "peft": ("0.14.0", "0.21.2")}  # from, to
+TESTED = {"transformers": ("4.48.3", "5.24.0"), "peft": ("0.14.0", "0.21.2")}  # from, to
 
 GPU_FILES = "/dev/nvidia[0-9]*", "/proc/driver/nvidia/gpus/*"
 START_S = 120  # by how many seconds ranks may differ in starting
