@@ -333,3 +333,51 @@ def test_a_model_that_does_not_fit(nproc, tmp_path):
         result.assert_refused("out of memory", 60)
     else:
         assert result.code == 0 and "losses: " in result.out, result.tail()
+
+
+STEPS = """
+import sys
+sys.path.insert(0, {tasks!r})
+from functools import partial
+import torch, torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from pipeline_llama import Pipeline, keep_stage
+from utils.model_checks import plain_loss
+from utils.models import Source
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    rank, cpu, source = dist.get_rank(), torch.device("cpu"), Source("tiny")
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+    torch.manual_seed(0)
+    batches = torch.randint(2, 1500, (2, 4, 16))
+    for frozen in (), ("model.embed_tokens.weight",), ("model.embed_tokens", "model.layers.0."):
+        whole = source.load_model(torch.float64, cpu)
+        for schedule in "gpipe", "1f1b":
+            whole.zero_grad()
+            stops = (1, 5) if len(frozen) > 1 else (2, 5)
+            stage = source.load_model(
+                torch.float64, cpu, partial(keep_stage, stops=stops, index=rank))
+            for model in whole, stage:
+                for name, parameter in model.named_parameters():
+                    parameter.requires_grad_(not name.startswith(frozen))
+            pipe = Pipeline(mesh, schedule, [stage], 2)
+            for ids in batches:  # gradients of two steps add up
+                mask = torch.ones_like(ids)
+                pipe.step(ids, mask, ids, [2, 2])
+                plain_loss(whole, ids, input_ids=ids, attention_mask=mask).backward()
+                for name, parameter in stage.named_parameters():
+                    grad = whole.get_parameter(name).grad
+                    assert (grad is None) == (parameter.grad is None), name
+                    if grad is not None:
+                        torch.testing.assert_close(parameter.grad, grad, rtol=0, atol=1e-12)
+    dist.barrier()
+    print("stepped")
+"""
+
+
+def test_steps_that_add_up_and_frozen_stages(tmp_path):
+    """A tied embedding's copies; a first stage without a gradient, whose successor sends one."""
+    (tmp_path / "steps.py").write_text(STEPS.format(tasks=str(launch.TASKS)))
+    result = launch.ranks(tmp_path / "steps.py", nproc=2, folder=tmp_path)
+    assert result.code == 0 and result.out.count("stepped") == 2, result.tail()
