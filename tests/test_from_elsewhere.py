@@ -1,0 +1,121 @@
+"""What people reported of other codebases, or of this one from outside. Each test names its kind.
+
+(Of directories that are read as another model than transformers', test_loading.py; of steps that
+add up, test_pipeline.py.)
+"""
+
+import json
+import shutil
+
+import pytest
+
+import launch
+
+REPLICAS = """
+import sys
+sys.path.insert(0, {tasks!r})
+import torch, torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+from transformers import LlamaForCausalLM
+from tp_llama import tensor_parallelize
+from ulysses_forward import sequence_parallelize
+from utils.collectives import sum_gradients
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    replica, _ = mesh.get_coordinate()
+    whole = LlamaForCausalLM.from_pretrained({model!r}).float()
+    ids = torch.arange(4 * 16).view(4, 16) * 7 % 1500 + 2
+    labels = ids.clone()
+    labels[2:, :10] = -100  # the second replica has fewer labels
+    count = (labels[:, 1:] != -100).sum()
+    whole(ids, labels=labels).loss.backward()
+    expected = whole.model.norm.weight.grad
+    rows = slice(2 * replica, 2 * replica + 2)
+    given = dict(input_ids=ids[rows], labels=labels[rows], num_items_in_batch=count)
+    for split in tensor_parallelize, sequence_parallelize:
+        for by_ddp in False, True:
+            model = LlamaForCausalLM.from_pretrained({model!r}).float()
+            split(model, mesh["tp"])
+            if by_ddp:
+                called = DistributedDataParallel(model, process_group=mesh["dp"].get_group())
+                (called(**given).loss * mesh["dp"].size()).backward()
+            else:
+                model(**given).loss.backward()
+                sum_gradients(model.parameters(), mesh["dp"])
+            if split is sequence_parallelize:
+                sum_gradients(model.parameters(), mesh["tp"])
+            bound = 1e-5 * expected.abs().max().item()
+            torch.testing.assert_close(model.model.norm.weight.grad, expected, rtol=0, atol=bound)
+    dist.barrier()
+    print("replicated")
+"""
+
+
+def test_replicas_of_a_split_model(tmp_path):
+    """A recipe of the pages, to the letter: gradients of replicas, summed or by DDP."""
+    model = str(launch.TASKS / "tiny_llama")
+    (tmp_path / "replicas.py").write_text(REPLICAS.format(tasks=str(launch.TASKS), model=model))
+    result = launch.ranks(tmp_path / "replicas.py", nproc=4, folder=tmp_path)
+    assert result.code == 0 and result.out.count("replicated") == 4, result.tail()
+
+
+def variant(folder, generation=None, **changes):
+    """The embedded model in a directory of its own, with settings changed."""
+    shutil.copytree(
+        launch.TASKS / "tiny_llama", folder, ignore=shutil.ignore_patterns("*.py", "__pycache__")
+    )
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    if generation:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    return folder
+
+
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0}
+SETTINGS = {
+    # name: (generation_config.json, changes of config.json)
+    "use_cache false": (None, {"use_cache": False}),
+    "a repetition penalty, several ends": (
+        {"eos_token_id": [0, 15], "repetition_penalty": 1.5, "do_sample": True, "top_p": 0.9}, {}
+    ),
+    "dynamic RoPE": (None, {"rope_scaling": DYNAMIC, "max_position_embeddings": 64}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings_of_a_folder(name, tmp_path):
+    """Settings inherited from a folder: a right run is not refused for them."""
+    generation, changes = SETTINGS[name]
+    model = variant(tmp_path / "model", generation, **changes)
+    args = ["--model", model, "--dtype", "float64", "--repeats", 0]
+    for script in "kv_cache", "tp_llama", "dtensor_llama":
+        file = launch.TASKS / f"{script}.py"
+        result = launch.ranks(file, *args, nproc=2, folder=tmp_path)
+        assert result.code == 0 and result.out.count("Tests passed") == 2, result.tail()
+
+
+def test_cached_keys_keep_their_factors(tmp_path):
+    """RoPE that depends on the length: where cached text would mean nothing, that is said."""
+    factors = {"short_factor": [1.0] * 12, "long_factor": [1.0] * 6 + [4.0] * 6, "factor": 4.0}
+    rope = factors | {"rope_type": "longrope", "original_max_position_embeddings": 20}
+    model, file = variant(tmp_path / "model", rope_scaling=rope), launch.TASKS / "kv_cache.py"
+    args = ["--model", model, "--repeats", 0, "--prompt", "A quick brown fox", "--new-tokens"]
+    result = launch.ranks(file, *args, 30, nproc=2, folder=tmp_path)
+    result.assert_refused("RoPE longrope has other factors beyond 20 tokens")
+    result = launch.ranks(file, *args, 4, nproc=2, folder=tmp_path)
+    assert result.code == 0 and result.out.count("Tests passed") == 2, result.tail()
+
+
+def test_end_of_a_text_is_kept(tmp_path):
+    """What a folder says of generation goes along when all weights are trained and written."""
+    model = variant(tmp_path / "model", {"eos_token_id": [0, 15], "pad_token_id": 1})
+    args = ["--model", model, "--peft", "none", "--steps", 1, "--check-steps", 0, "--seq-len", 32]
+    file = launch.TASKS / "ulysses_finetune.py"
+    args += ["--output-dir", tmp_path / "out"]
+    result = launch.ranks(file, *args, nproc=2, folder=tmp_path)
+    assert result.code == 0, result.tail()
+    written = json.loads((tmp_path / "out" / "model" / "generation_config.json").read_text())
+    assert written == {"eos_token_id": [0, 15], "pad_token_id": 1}
