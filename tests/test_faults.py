@@ -10,6 +10,7 @@ How a job ends depends on how its ranks talk: those tests run on the CPU and by 
 """
 
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -215,13 +216,15 @@ def in_places(cases, kept=()):
     cases: tuples that begin with a script; `kept` are not left, on the CPU. By NCCL Task 2 and
     Task 5 are not left.
     """
-    for place in PLACES:
-        for case in cases:
-            if place is NCCL and "--gloo" in case[0]:
-                continue
-            at_once = case in kept if place is CPU else case[0] in (FIRST, TASK_5)
-            marks = [] if at_once else [pytest.mark.stress]
-            yield pytest.param(*case, place, marks=marks, id="-".join(map(str, [*case, place])))
+    parameters = []
+    for place, case in itertools.product(PLACES, cases):
+        if place is NCCL and "--gloo" in case[0]:
+            continue
+        at_once = case in kept if place is CPU else case[0] in (FIRST, TASK_5)
+        marks = [] if at_once else [pytest.mark.stress]
+        name = "-".join(map(str, [*case, place]))
+        parameters.append(pytest.param(*case, place, marks=marks, id=name))
+    return parameters
 
 
 class Working:
