@@ -272,7 +272,7 @@ A_RANKS_TRACEBACK = r"\[rank(\d)\]: "
 
 
 EACH = [(script,) for script in [*ENDLESS, BY_GLOO]]
-KILLED = [(script, i % 2) for i, script in enumerate([*ENDLESS, FIRST, TASK_5, BY_GLOO])]
+KILLED = [(script, i % 2) for i, script in enumerate([*ENDLESS, FIRST, BY_GLOO, TASK_5])]
 
 
 @pytest.mark.parametrize(("script", "rank", "place"), in_places(KILLED))

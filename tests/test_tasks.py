@@ -282,7 +282,8 @@ def test_nccl(script, nproc, model, dtype, tmp_path, odd_llama, shallow_llama):
     flags = [*flags, "--dtype", dtype, "--json", path]
     result = launch.torchrun(script, *flags, *place, nproc=nproc, env=NCCL.env)
     passed(result, nproc)
-    assert checks(path, nproc, dtype)[0]["backend"] == "nccl"
+    record = checks(path, nproc, dtype)[0]
+    assert (record["backend"], record["nccl"]) == ("nccl", nccl_version())
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: cannot have too few of them")
