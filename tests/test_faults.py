@@ -5,9 +5,12 @@ for what a user got wrong and 1 for the rest; no file that was there is changed.
 marked `stress` (`make stress`). Task 5's own faults, of training and checkpoints, are in
 test_finetune.py; those of several machines in test_launch.py; damage to a model that every script
 reads through one class, in test_bad_input.py.
+
+How a job ends depends on how its ranks talk: those tests run on the CPU and by NCCL (places.py).
 """
 
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -25,13 +28,15 @@ import torch.distributed as dist
 
 import launch
 from conftest import make_llama
+from places import CPU, NCCL, PLACES
 from test_bad_input import DAMAGE, change_tensors
 from test_planted_bugs import plant
-from test_tasks import ON_GPUS, QUICK
+from test_tasks import QUICK
 from utils import watchdog
 
 PARTS = [launch.ROOT / name for name in ("README.md", "tasks", "figures")]
 FIRST = "tp_llama"  # where one script must stand for all, to save time
+TASK_5 = "ulysses_finetune"  # which has signal handlers of its own
 ENDLESS = {
     # flags with which a script works until it is stopped; the others are over too soon to matter
     "tp_llama": ["--repeats", 10**6],
@@ -89,6 +94,7 @@ FLAGS = {
     "layers of a directory": (["--num-layers", 2], None, {}, "--num-layers cuts random/"),
     "no folder": (["--json", "/no/such/x.json"], None, {}, "--json /no/such/x.json"),
     "no GPU": (["--device", "cuda"], None, {}, "PyTorch sees no GPU"),
+    "no GPU to share": (["--share-gpus"], None, {}, "--share-gpus: there is no GPU to share"),
 }
 
 
@@ -199,20 +205,37 @@ def test_port_in_use(tmp_path):
 # ---------------------------------------------------------------- while it works
 
 
-def stressed(scripts, kept=(FIRST, "ulysses_finetune")):
+def stressed(scripts, kept=(FIRST, TASK_5)):
     """Parameters of which all but some are left to `make stress`."""
     return [pytest.param(s, marks=[] if s in kept else [pytest.mark.stress]) for s in scripts]
+
+
+def in_places(cases, kept=()):
+    """Parameters: each case on the CPU and by NCCL. Some are left to `make stress`.
+
+    cases: tuples that begin with a script; `kept` are not left, on the CPU. By NCCL Task 2 and
+    Task 5 are not left.
+    """
+    parameters = []
+    for place, case in itertools.product(PLACES, cases):
+        if place is NCCL and "--gloo" in case[0]:
+            continue
+        at_once = case in kept if place is CPU else case[0] in (FIRST, TASK_5)
+        marks = [] if at_once else [pytest.mark.stress]
+        name = "-".join(map(str, [*case, place]))
+        parameters.append(pytest.param(*case, place, marks=marks, id=name))
+    return parameters
 
 
 class Working:
     """A script under torchrun that works until it is stopped; the processes of a job."""
 
-    def __init__(self, script, *args, nproc=2, env=None, folder=launch.TASKS, device="cpu"):
+    def __init__(self, script, *args, place=CPU, nproc=2, env=None, folder=launch.TASKS):
         self.job, (script, *flags) = uuid.uuid4().hex, script.split()
-        args = [*ENDLESS[script], *flags, *args, "--device", device]
+        args = [*ENDLESS[script], *flags, *args, *place.flags(nproc)]
         words = launch.command(folder / f"{script}.py", *args, nproc=nproc)
         self.agent = subprocess.Popen(
-            words, env=launch.environment(self.job, env), cwd=launch.ROOT,
+            words, env=launch.environment(self.job, place.env | (env or {})), cwd=launch.ROOT,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
 
@@ -243,50 +266,46 @@ class Working:
 
 
 BY_GLOO = f"{FIRST} --gloo"
+TWO = [2, pytest.param(3, marks=pytest.mark.stress)]
+# As PyTorch prefixes its lines; what its C++ logs, as of a store that is gone, has "[rank0]:[W".
+A_RANKS_TRACEBACK = r"\[rank(\d)\]: "
 
 
-@pytest.mark.stress
-@pytest.mark.parametrize(
-    ("script", "rank"), [(s, i % 2) for i, s in enumerate([*ENDLESS, FIRST, BY_GLOO])]
-)
-def test_killed(script, rank):
+EACH = [(script,) for script in [*ENDLESS, BY_GLOO]]
+KILLED = [(script, i % 2) for i, script in enumerate([*ENDLESS, FIRST, BY_GLOO, TASK_5])]
+
+
+@pytest.mark.parametrize(("script", "rank", "place"), in_places(KILLED))
+def test_killed(script, rank, place):
     """The job ends within 15 s, and torchrun names rank and signal.
 
-    (In `make test-all` it is `test_gone_while_a_rank_waits_in_c` that says so.)
+    (On a CPU, in `make test-all`, it is `test_gone_while_a_rank_waits_in_c` that says so.)
     """
-    with Working(script) as job:
+    with Working(script, place=place) as job:
         job.rank(rank).kill()
         result = job.end(15)
     assert result.code and not result.survivors, result.tail()
     assert "SIGKILL" in result.err and f"rank      : {rank} " in result.err, result.tail()
 
 
-@pytest.mark.parametrize("script", stressed([*ENDLESS, BY_GLOO], [FIRST]))
-def test_stopped(script):
+def names_rank_1(result, seconds):
+    """The one error line, that the other rank has waited so long for it."""
+    assert result.code and not result.survivors, result.tail()
+    (line,) = result.errors()
+    wanted = f"rank 1 did not come, in {seconds} s, to what rank 0 waited for at"
+    assert wanted in line, result.tail()
+
+
+@pytest.mark.parametrize(("script", "place"), in_places(EACH, [(FIRST,)]))
+def test_stopped(script, place):
     """A rank that hangs (it is stopped, sleeps, or holds the interpreter) is named, and ended.
 
     (By gloo, in `make test-all`: `test_stopped_by_gloo`.)
     """
-    with Working(script, "--timeout", 4) as job:
+    with Working(script, "--timeout", place.timeout_s, place=place) as job:
         job.rank(1).send_signal(signal.SIGSTOP)
-        result = job.end(4 + 8)
-    assert result.code and not result.survivors, result.tail()
-    assert len(result.errors()) == 1, result.tail()
-    assert "rank 1 did not come, in 4 s, to what rank 0 waited for at" in result.errors()[0]
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than 2 GPUs: no ends on NCCL")
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize("script", ENDLESS)
-def test_nccl_ends(script, number):
-    """As on a CPU: a killed rank ends the job, a stopped one is named as well."""
-    with Working(script, "--timeout", 4, device="cuda", env=ON_GPUS) as job:
-        job.rank(1).send_signal(number)
-        result = job.end(15)
-    assert result.code and not result.survivors, result.tail()
-    if number == signal.SIGSTOP:
-        (line,) = result.errors()
-        assert "rank 1 did not come, in 4 s, to what rank 0 waited for at" in line
+        result = job.end(place.timeout_s + 8)
+    names_rank_1(result, place.timeout_s)
 
 
 def test_stopped_by_gloo(tmp_path):
@@ -296,22 +315,21 @@ def test_stopped_by_gloo(tmp_path):
     plant(tmp_path, "tp_mlp.py", line, line + stop)
     args = ["--hidden-size", 8, "--intermediate-size", 8, "--timeout", 3, "--gloo"]
     result = launch.ranks(tmp_path / "tp_mlp.py", *args, nproc=2, folder=tmp_path)
-    assert result.code and result.seconds < 3 + 12, result.tail()
-    assert len(result.errors()) == 1, result.tail()
-    assert "rank 1 did not come, in 3 s, to what rank 0 waited for at" in result.errors()[0]
+    assert result.seconds < 3 + 12, result.tail()
+    names_rank_1(result, 3)
 
 
-@pytest.mark.stress
-def test_holds_the_interpreter(tmp_path):
+@pytest.mark.parametrize("place", [pytest.param(CPU, marks=pytest.mark.stress), NCCL], ids=str)
+def test_holds_the_interpreter(place, tmp_path):
     """Nothing of Python's runs on such a rank any more, no signal's handler either."""
     line = "    references = run.references(reference)\n"
     hold = "    run.rank and __import__('ctypes').PyDLL(None).sleep(1000)\n"
     plant(tmp_path, "tp_mlp.py", line, line + hold)
-    args = ["--hidden-size", 8, "--intermediate-size", 8, "--timeout", 4, "--device", "cpu"]
-    result = launch.torchrun(tmp_path / "tp_mlp.py", *args, nproc=2)
-    assert result.code and result.seconds < 25 and not result.survivors, result.tail()
-    assert len(result.errors()) == 1, result.tail()
-    assert "rank 1 did not come, in 4 s, to what rank 0 waited for at" in result.errors()[0]
+    args = ["--hidden-size", 8, "--intermediate-size", 8, "--timeout", place.timeout_s]
+    args += place.flags(2)
+    result = launch.torchrun(tmp_path / "tp_mlp.py", *args, nproc=2, env=place.env)
+    assert result.seconds < place.timeout_s + 21 + place.slow_s, result.tail()
+    names_rank_1(result, place.timeout_s)
 
 
 def test_one_does_not_start(tmp_path):
@@ -337,37 +355,39 @@ def test_download_takes_long(tmp_path):
     assert result.code == 0 and result.seconds > 8, result.tail()
 
 
-@pytest.mark.parametrize("script", stressed([FIRST, BY_GLOO]))
-@pytest.mark.parametrize("own_store", ["0", pytest.param("1", marks=pytest.mark.stress)])
-def test_rank_0_is_stopped(script, own_store):
+STORES = [(script, store) for script in (FIRST, BY_GLOO) for store in ("0", "1")]
+
+
+@pytest.mark.parametrize(("script", "own_store", "place"), in_places(STORES, [(FIRST, "0")]))
+def test_rank_0_is_stopped(script, own_store, place):
     """It is named, also where it is itself who holds the ranks' store."""
     env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": own_store}
-    with Working(script, "--timeout", 4, env=env) as job:
+    with Working(script, "--timeout", place.timeout_s, place=place, env=env) as job:
         job.rank(0).send_signal(signal.SIGSTOP)
         # torchrun would wait half a minute for one that is stopped: the other ends it, at once or,
         # if the store does not answer either, 7 s later.
-        result = job.end(4 + (12 if own_store == "1" else 8))
+        result = job.end(place.timeout_s + (12 if own_store == "1" else 8))
     assert result.code and not result.survivors, result.tail()
     assert len(result.errors()) == 1 and "rank 0 d" in result.errors()[0], result.tail()
 
 
-@pytest.mark.parametrize("script", stressed([*ENDLESS, BY_GLOO], []))
-def test_torchrun_is_killed(script):
+@pytest.mark.parametrize(("script", "place"), in_places(EACH))
+def test_torchrun_is_killed(script, place):
     """Its ranks end with it.
 
-    (In `make test-all` it is `test_gone_while_a_rank_waits_in_c` that says so.)
+    (On a CPU, in `make test-all`, it is `test_gone_while_a_rank_waits_in_c` that says so.)
     """
-    with Working(script) as job:
+    with Working(script, place=place) as job:
         job.agent.kill()
         assert not job.end(8).survivors
 
 
-def in_a_long_step(folder, wait="time.sleep(60)"):
+def in_a_long_step(folder, wait="time.sleep(60)", place=CPU):
     """Task 5, whose third step takes a minute on rank 1."""
     step = "        loss = forward_backward(model, batches(i), norms=norms)\n"
     wait = f"        i == 2 and run.rank == 1 and {wait}\n"
     plant(folder, "ulysses_finetune.py", step, wait + step)
-    return Working("ulysses_finetune", folder=folder)
+    return Working(TASK_5, folder=folder, place=place)
 
 
 @pytest.mark.parametrize("who", ["torchrun", "rank 0"])
@@ -387,18 +407,19 @@ def test_gone_while_a_rank_waits_in_c(who, tmp_path):
         assert "SIGKILL" in result.err and "rank      : 0 " in result.err, result.tail()
 
 
-@pytest.mark.stress
-def test_torchrun_is_killed_in_a_long_step(tmp_path):
+@pytest.mark.parametrize("place", [pytest.param(CPU, marks=pytest.mark.stress), NCCL], ids=str)
+def test_torchrun_is_killed_in_a_long_step(place, tmp_path):
     """Asked to stop, Task 5 would end its step first; but nobody is left to wait for it."""
-    with in_a_long_step(tmp_path) as job:
+    with in_a_long_step(tmp_path, place=place) as job:
         next(line for line in job.agent.stdout if line.startswith("i=1"))
         job.agent.kill()
         assert not job.end(8).survivors
 
 
-def test_interrupted_twice(tmp_path):
+@pytest.mark.parametrize("place", PLACES, ids=str)
+def test_interrupted_twice(place, tmp_path):
     """The first time Task 5 ends its step and saves, the second time it ends."""
-    with in_a_long_step(tmp_path) as job:
+    with in_a_long_step(tmp_path, place=place) as job:
         next(line for line in job.agent.stdout if line.startswith("i=1"))
         job.agent.send_signal(signal.SIGINT)
         time.sleep(3)
@@ -408,14 +429,18 @@ def test_interrupted_twice(tmp_path):
     assert result.code and not result.survivors, result.tail()
 
 
-@pytest.mark.parametrize("script", stressed([*ENDLESS, BY_GLOO], [FIRST]))
-def test_interrupted(script):
-    """Ctrl-C ends all, within seconds, without a rank's traceback."""
-    with Working(script) as job:
-        job.agent.send_signal(signal.SIGINT)
+SIGNALS = [(script, "SIGINT") for (script,) in EACH]
+SIGNALS += [(script, "SIGTERM") for script in (FIRST, TASK_5)]
+
+
+@pytest.mark.parametrize(("script", "name", "place"), in_places(SIGNALS, SIGNALS[:1]))
+def test_interrupted(script, name, place):
+    """Ctrl-C, or being asked to stop, ends all within seconds, without a rank's traceback."""
+    with Working(script, place=place) as job:
+        job.agent.send_signal(getattr(signal, name))
         result = job.end(8)
     assert result.code and not result.survivors, result.tail()
-    assert "[rank" not in result.err and not result.errors(), result.tail()
+    assert not re.search(A_RANKS_TRACEBACK, result.err) and not result.errors(), result.tail()
 
 
 @pytest.mark.stress
@@ -429,48 +454,51 @@ def test_interrupted_at_the_start(tmp_path):
         job.agent.send_signal(signal.SIGINT)
         result = job.end(10)
     assert result.code and not result.survivors, result.tail()
-    assert "[rank" not in result.err and not result.errors(), result.tail()
+    assert not re.search(A_RANKS_TRACEBACK, result.err) and not result.errors(), result.tail()
 
 
-TWO = [2, pytest.param(3, marks=pytest.mark.stress)]
-
-
+@pytest.mark.parametrize("place", PLACES, ids=str)
 @pytest.mark.parametrize("nproc", TWO)
-def test_exception_on_one_rank(nproc, tmp_path):
+def test_exception_on_one_rank(nproc, place, tmp_path):
     """A bug keeps its traceback, one, and no rank waits for the one that is gone."""
     line = "    references = run.references(reference)\n"
     wait = "    __import__('atexit').register(__import__('time').sleep, 100)\n"  # as NCCL might
     bug = "    assert run.rank != 1, f'planted {__import__(\"time\").time()}'\n"
     plant(tmp_path, "tp_mlp.py", line, line + wait + bug)
     args = ["--model", "random/small", "--hidden-size", 8, "--intermediate-size", 8]
-    result = launch.torchrun(tmp_path / "tp_mlp.py", *args, nproc=nproc)
+    args += place.flags(nproc)
+    result = launch.torchrun(tmp_path / "tp_mlp.py", *args, nproc=nproc, env=place.env)
     (when,) = re.findall(r"\[rank1\]: AssertionError: planted ([\d.]+)", result.err)
     assert result.code != 0 and not result.survivors, result.tail()
     assert time.time() - float(when) < 20, result.tail()
-    assert "[rank0]" not in result.err and "[rank2]" not in result.err, result.tail()
+    assert set(re.findall(A_RANKS_TRACEBACK, result.err)) == {"1"}, result.tail()
 
 
+@pytest.mark.parametrize("place", PLACES, ids=str)
 @pytest.mark.parametrize("nproc", TWO)
-def test_one_failure_is_one_line(nproc, tmp_path):
+def test_one_failure_is_one_line(nproc, place, tmp_path):
     """Also where all ranks see it, under torchrun, which signals those that come second."""
     line = "        loss = forward_backward(model, batches(i), norms=norms)\n"
     worse = "        loss = loss * float('nan' if i == 3 else 1)\n"  # which --lr does it varies
     plant(tmp_path, "ulysses_finetune.py", line, line + worse)
-    args = ["--steps", 60, "--check-steps", 0, "--seq-len", 32]
-    result = launch.torchrun(tmp_path / "ulysses_finetune.py", *args, nproc=nproc)
+    args = ["--steps", 60, "--check-steps", 0, "--seq-len", 32, *place.flags(nproc)]
+    file = tmp_path / "ulysses_finetune.py"
+    result = launch.torchrun(file, *args, nproc=nproc, env=place.env)
     assert result.code and result.seconds < 150 and not result.survivors, result.tail()
     assert len(result.errors()) == 1 and "A smaller --lr may help" in result.err, result.tail()
 
 
-@pytest.mark.stress
-def test_memory_of_one_rank(tmp_path):
+@pytest.mark.parametrize("place", [pytest.param(CPU, marks=pytest.mark.stress), NCCL], ids=str)
+def test_memory_of_one_rank(place, tmp_path):
     """It runs out on one rank alone, while the other waits for it."""
     line = "        loss = forward_backward(model, batches(i), norms=norms)\n"
     worse = "        if i == 3 and run.rank:\n            raise torch.OutOfMemoryError('planted')\n"
     plant(tmp_path, "ulysses_finetune.py", line, worse + line)
-    args = ["--steps", 60, "--check-steps", 0, "--seq-len", 32]
-    result = launch.torchrun(tmp_path / "ulysses_finetune.py", *args, nproc=2)
-    assert result.code and result.seconds < 40 and not result.survivors, result.tail()
+    args = ["--steps", 60, "--check-steps", 0, "--seq-len", 32, *place.flags(2)]
+    file = tmp_path / "ulysses_finetune.py"
+    result = launch.torchrun(file, *args, nproc=2, env=place.env)
+    assert result.code and result.seconds < 40 + place.slow_s, result.tail()
+    assert not result.survivors, result.tail()
     assert len(result.errors()) == 1 and "out of memory: 1 x 64" in result.err, result.tail()
 
 

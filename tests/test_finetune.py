@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 
 import launch
 import utils.text
+from places import CPU, NCCL, PLACES
 from test_planted_bugs import paragraphs, plant
 from utils import checkpoint
 from utils.documents import fill, one_by_one, pack
@@ -29,12 +30,12 @@ from utils.models import TINY
 SCRIPT = launch.TASKS / "ulysses_finetune.py"
 
 
-def finetune(folder, *args, nproc=1, script=SCRIPT):
-    """The script on the tiny model, without torchrun: its Result, and its record if it passed."""
+def finetune(folder, *args, nproc=1, script=SCRIPT, place=CPU):
+    """The script on the tiny model: its Result, and its record if it passed."""
     path = folder / "record.json"
     path.unlink(missing_ok=True)
     args = ["--check-steps", 0, *args, "--json", path]
-    result = launch.ranks(script, *args, nproc=nproc, folder=folder)
+    result = place.run(script, *args, nproc=nproc, folder=folder)
     return result, json.loads(path.read_text())["results"] if path.exists() else None
 
 
@@ -202,14 +203,15 @@ def test_result_of_a_bfloat16_model(tmp_path):
 
 LONG = ["--model", "random/small", "--num-layers", 2, "--seq-len", 500, "--num-sequences", 5]
 LONG += ["--peft", "lora", "--steps", 12, "--save-every", 2, "--check-steps", 0]
+LONG += ["--deterministic"]  # a CPU's bits are the same anyway
 
 
 JOB = uuid.uuid4().hex
 
 
-def watched(command, act, log, timeout=150):
+def watched(command, act, log, timeout=150, env=None):
     """Run a command, and act(process, output so far) again and again until that returns True."""
-    env = launch.environment(JOB)
+    env = launch.environment(JOB, env)
     with open(log, "w") as out:
         process = subprocess.Popen(command, env=env, stdout=out, stderr=out)
     done, deadline = False, time.monotonic() + timeout
@@ -223,18 +225,22 @@ def watched(command, act, log, timeout=150):
     return process.returncode, log.read_text()
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
-    """The output folder and the record of a run that nothing happens to."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    result, record = finetune(folder, *LONG, "--output-dir", folder / "out", nproc=2)
+@pytest.fixture(scope="module", params=PLACES, ids=str)
+def undisturbed(request, tmp_path_factory):
+    """A place, and the output folder and the record of a run there that nothing happens to."""
+    folder, place = tmp_path_factory.mktemp("undisturbed"), request.param
+    args = [*LONG, "--output-dir", folder / "out"]
+    result, record = finetune(folder, *args, nproc=2, place=place)
     assert result.code == 0, result.tail()
-    return folder / "out", record
+    return place, folder / "out", record
 
 
 def test_killed_ranks(undisturbed, tmp_path):
     """SIGKILL of a rank, twice; the restarts end at the undisturbed run's bits."""
-    (folder, record), path = undisturbed, tmp_path / "record.json"
+    (place, folder, record), path = undisturbed, tmp_path / "record.json"
+    step = "        loss = forward_backward(model, batches(i), norms=norms)\n"
+    pause = f"        __import__('time').sleep({place is NCCL})\n"  # a GPU's steps are short
+    plant(tmp_path, SCRIPT.name, step, pause + step)
     chance, state = random.Random(0), {"kills": 0, "seen": 0}
 
     def act(process, out):
@@ -249,9 +255,9 @@ def test_killed_ranks(undisturbed, tmp_path):
             state["seen"] = len((tmp_path / "log").read_text())
         return state["kills"] == 2
 
-    args = [*LONG, "--output-dir", tmp_path / "b", "--json", path]
-    command = launch.command(SCRIPT, *args, nproc=2, restarts=3)
-    code, out = watched(command, act, tmp_path / "log")
+    args = [*LONG, "--output-dir", tmp_path / "b", "--json", path, *place.flags(2)]
+    command = launch.command(tmp_path / SCRIPT.name, *args, nproc=2, restarts=3)
+    code, out = watched(command, act, tmp_path / "log", env=place.env)
     assert code == 0 and state["kills"] == 2, out[-3000:]
     again = json.loads(path.read_text())["results"]
     assert again["losses"] == record["losses"] and again["sha256"] == record["sha256"]
@@ -268,10 +274,11 @@ def test_killed_ranks(undisturbed, tmp_path):
 def test_interrupted(number, when, undisturbed, tmp_path):
     """Ctrl-C once, in a step or while it saves, or a closed terminal: a checkpoint of that
     step, from which --resume comes to the same bits."""
-    _, record = undisturbed
+    place, _, record = undisturbed
     begin = "    part.mkdir()\n"
     slowly = "    print('saving', flush=True), __import__('time').sleep(2)\n"
-    plant(tmp_path, "checkpoint.py", begin, begin + slowly * (when == "saving"))
+    is_slow = when == "saving" or place is NCCL  # a GPU's steps are short
+    plant(tmp_path, "checkpoint.py", begin, begin + slowly * is_slow)
 
     def act(process, out):
         if f"\n{when}" in out:
@@ -280,10 +287,11 @@ def test_interrupted(number, when, undisturbed, tmp_path):
         return False
 
     script = tmp_path / SCRIPT.name
-    command = launch.command(script, *LONG, "--output-dir", tmp_path / "b", nproc=2)
-    code, out = watched(command, act, tmp_path / "log")
+    args = [*LONG, "--output-dir", tmp_path / "b"]
+    command = launch.command(script, *args, *place.flags(2), nproc=2)
+    code, out = watched(command, act, tmp_path / "log", env=place.env)
     assert code and "--resume goes on" in out and "Tests passed" not in out, out[-3000:]
-    result, again = finetune(tmp_path, *LONG, "--output-dir", tmp_path / "b", "--resume", nproc=2)
+    result, again = finetune(tmp_path, *args, "--resume", nproc=2, place=place)
     assert result.code == 0 and "resumed after" in result.out, result.tail()
     assert again["losses"] == record["losses"] and again["sha256"] == record["sha256"]
 

@@ -7,8 +7,10 @@ import itertools
 import json
 import os
 import re
+import shutil
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -20,7 +22,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 import launch
 import tp_attention
 from conftest import make_llama
-from utils import environment, measure
+from utils import environment, job, measure
 from utils.checks import covered
 from utils.models import TINY, Source
 from utils.presets import LLAMA3_ROPE, PRESETS
@@ -281,13 +283,132 @@ def test_gpus_that_differ(same, monkeypatch):
     """Their bits may; that is said, and not refused."""
     names = iter(["GPU A", "GPU A" if same else "GPU B"])
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: next(names))
+    for notes, *_ in agreed_by_two():
+        notes = [note for note in notes if "different GPUs" in note]
+        assert notes == [] if same else "GPU B from rank" in notes[0]
+
+
+def agreed_by_two():
+    """What `agree` says to each of two ranks on a GPU."""
     store, args = torch.distributed.HashStore(), SimpleNamespace(timeout=9)
     with ThreadPoolExecutor(2) as ranks:
         agreed = [ranks.submit(environment.agree, store, rank, 2, args, torch.device("cuda", 0))
                   for rank in range(2)]  # fmt: skip
-    for rank in agreed:
-        notes = [note for note in rank.result()[0] if "different GPUs" in note]
-        assert notes == [] if same else "GPU B from rank" in notes[0]
+    return [rank.result() for rank in agreed]
+
+
+UNSET = "NCCL_MULTI_RANK_GPU_ENABLE is not 1"
+SHARING = [
+    # of each rank (ranks and GPUs of its machine, whether allowed, NCCL): backend, reason
+    ([(2, 1, True, "2.32.3")] * 2, "nccl", "2 ranks share 1 GPU(s) by NCCL 2.32.3"),
+    ([(4, 2, True, "2.30.0")] * 4, "nccl", "4 ranks share 2 GPU(s) by NCCL 2.30.0"),
+    ([(2, 1, True, "2.29.7")] * 2, "gloo", "host: NCCL 2.29.7 is older than 2.30"),
+    ([(2, 1, True, "2.9.0")] * 2, "gloo", "host: NCCL 2.9.0 is older than 2.30"),
+    ([(2, 1, False, "2.32.3")] * 2, "gloo", f"host: {UNSET}"),
+    ([(2, 1, False, "2.28.9")] * 2, "gloo", f"{UNSET} and NCCL 2.28.9 is older than 2.30"),
+    ([(2, 1, True, None)] * 2, "gloo", "host: this PyTorch has no NCCL"),
+    # A GPU for each rank: as without --share-gpus.
+    ([(2, 2, False, "2.28.9")] * 2, "nccl", None),
+    ([(1, 1, False, "2.28.9")], "nccl", None),
+    # Ranks, or machines, that differ.
+    ([(2, 1, True, "2.32.3"), (2, 1, False, "2.32.3")], "gloo", f"host: on rank 1 {UNSET}"),
+    ([(1, 1, False, "2.32.3"), *[(2, 1, True, "2.32.3")] * 2], "gloo", f"on rank 0 {UNSET}"),
+    ([(1, 1, True, "2.32.3"), *[(2, 1, True, "2.32.3")] * 2], "nccl", "2 ranks share 1 GPU(s)"),
+    ([(2, 1, True, "2.32.3"), (2, 1, True, "2.29.7")], "gloo", "on rank 1 NCCL 2.29.7 is older"),
+    ([(2, 1, True, "2.32.3"), (2, 1, True, "2.30.7")], "gloo",
+     "the ranks have different versions of NCCL, 2.30.7 and 2.32.3"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("ranks", "backend", "why"), SHARING)
+def test_backend_of_ranks_that_share_a_gpu(ranks, backend, why):
+    sharing = [environment.Sharing(*rank) for rank in ranks]
+    on_gpus, args = torch.device("cuda", 0), SimpleNamespace(share_gpus=True, gloo=False)
+    chosen, note = job.choose_backend(args, on_gpus, True, sharing)
+    assert chosen == backend and (note is why or why in note), note
+    # It matters neither on the CPU nor without the flag.
+    assert job.choose_backend(args, CPU, True, sharing) == (job.NAME, None)
+    args.share_gpus = False
+    assert job.choose_backend(args, on_gpus, True, sharing) == ("nccl", None)
+
+
+@pytest.mark.parametrize(("allowed", "backend"), [("11", "nccl"), ("10", "gloo"), ("00", "gloo")])
+def test_ranks_agree_on_a_backend(allowed, backend, monkeypatch):
+    """Each knows its own environment alone; both choose alike."""
+    left = [environment.Sharing(2, 1, one == "1", "2.32.3") for one in allowed]
+    monkeypatch.setattr(environment.Sharing, "of_this_rank", left.pop)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "GPU A")
+    args = SimpleNamespace(share_gpus=True)
+    chosen = [job.choose_backend(args, torch.device("cuda", 0), False, sharing)
+              for _, _, sharing in agreed_by_two()]  # fmt: skip
+    assert chosen[0] == chosen[1] and chosen[0][0] == backend
+
+
+@pytest.mark.parametrize(("value", "allowed"), [("1", True), ("0", False), ("", False)])
+def test_what_a_rank_knows_of_sharing(value, allowed, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(environment, "nccl_version", lambda: "2.32.3")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", value)
+    assert environment.Sharing.of_this_rank() == environment.Sharing(3, 1, allowed, "2.32.3")
+
+
+def test_version_of_nccl(monkeypatch):
+    """The loaded library's, which need not be the one that PyTorch was built with."""
+
+    def store(code, at):
+        at._obj.value = code
+
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 29, 7))
+    for code, version in ((23203, "2.32.3"), (22809, "2.28.9"), (23000, "2.30.0")):
+        library = SimpleNamespace(ncclGetVersion=partial(store, code))
+        monkeypatch.setattr(environment.ctypes, "CDLL", {torch._C.__file__: library}.get)
+        assert environment.nccl_version() == version
+    # Linked into PyTorch, and hidden.
+    monkeypatch.setattr(environment.ctypes, "CDLL", lambda _: SimpleNamespace())
+    assert environment.nccl_version() == "2.29.7"
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
+    assert environment.nccl_version() is None
+
+
+NCCL_LOADED = """
+import sys
+sys.path.insert(0, {tasks!r})
+import torch
+from utils.environment import nccl_version
+torch._C.__file__ = {needs_nccl!r}
+torch.distributed.is_nccl_available = lambda: True
+print("loaded", nccl_version())
+"""
+
+
+def test_another_nccl_is_loaded(tmp_path):
+    """By LD_PRELOAD, in place of the one that PyTorch's own library needs."""
+    if sys.platform != "linux" or not shutil.which("gcc"):
+        pytest.skip("no gcc here, or no LD_PRELOAD: no library can stand for NCCL's")
+    for folder, code in (("wheel", 22907), ("newer", 23203)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / f"{folder}.c").write_text(
+            f"int ncclGetVersion(int *version) {{ *version = {code}; return 0; }}"
+        )
+        flags = ["-shared", "-fPIC", "-Wl,-soname,libnccl.so.2", "-o"]
+        library = tmp_path / folder / "libnccl.so.2"
+        assert launch.run(["gcc", *flags, library, tmp_path / f"{folder}.c"]).code == 0
+    (tmp_path / "needs.c").write_text("int none;")
+    flags = ["-shared", "-fPIC", "-Wl,--no-as-needed", f"-Wl,-rpath,{tmp_path / 'wheel'}", "-o"]
+    needs = tmp_path / "needs_nccl.so"
+    words = ["gcc", *flags, needs, tmp_path / "needs.c", tmp_path / "wheel" / "libnccl.so.2"]
+    assert launch.run(words).code == 0
+    (tmp_path / "ask.py").write_text(
+        NCCL_LOADED.format(tasks=str(launch.TASKS), needs_nccl=str(needs))
+    )
+    for env, version in (
+        ({}, "2.29.7"), ({"LD_PRELOAD": str(tmp_path / "newer" / "libnccl.so.2")}, "2.32.3"),
+    ):  # fmt: skip
+        result = launch.run([sys.executable, tmp_path / "ask.py"], env=env)
+        assert f"loaded {version}" in result.out, result.tail()
 
 
 SHORT_OF_MEMORY = [

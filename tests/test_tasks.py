@@ -1,7 +1,6 @@
 """Every task script, started as the README starts it, on 1 to 4 ranks."""
 
 import json
-import os
 import re
 
 import pytest
@@ -9,8 +8,10 @@ import torch
 
 import launch
 from conftest import make_llama
+from places import NCCL, ON_GPUS, why_not_nccl
 from test_readme import CODE, SHOWN, same
 from utils.checks import OTHERWISE
+from utils.environment import SHARING_ALLOWED, nccl_version
 
 # Every script there is is run; these flags only keep further runs of some short.
 QUICK = {
@@ -137,6 +138,18 @@ def test_float64(script, nproc, tmp_path):
         assert check["max_abs_diff"] <= bound or exempt, check
 
 
+def odd_flags(script, nproc, folder, odd_llama, shallow_llama):
+    """A run on sizes that divide by nothing, and that so many ranks can share all the same."""
+    model = shallow_llama if nproc in (4, 5) else odd_llama
+    if script.startswith("pipeline") and nproc > 3:  # a layer for each rank
+        model = make_llama(folder / "llama", num_hidden_layers=6, tie_word_embeddings=True)
+    args = ["--model", model, *QUICK.get(script, [])]
+    args += ["--batch-size", 3, "--seq-len", 23] if script in DEEP else []
+    args += ["--tp", nproc] if script == "pretrain_2d" and nproc != 4 else []
+    args += ["--tp", 3] if (script, nproc) == ("tp_ulysses", 6) else []  # of 6 heads sp gets 2
+    return args
+
+
 ODD = [3, 4, *(pytest.param(nproc, marks=STRESS) for nproc in (5, 6))]
 
 
@@ -144,15 +157,9 @@ ODD = [3, 4, *(pytest.param(nproc, marks=STRESS) for nproc in (5, 6))]
 @pytest.mark.parametrize("script", launch.SCRIPTS)
 def test_odd_llama(script, nproc, tmp_path, odd_llama, shallow_llama):
     """Sizes that divide by nothing, biases, an untied head, more ranks than KV heads; one layer."""
-    path = tmp_path / "record.json"
-    model = shallow_llama if nproc in (4, 5) else odd_llama
-    if script.startswith("pipeline") and nproc > 3:  # a layer for each rank
-        model = make_llama(tmp_path / "llama", num_hidden_layers=6, tie_word_embeddings=True)
-    args = ["--model", model, "--dtype", "float64", *QUICK.get(script, []), "--json", path]
-    args += ["--batch-size", 3, "--seq-len", 23] if script in DEEP else []
-    args += ["--tp", nproc] if script == "pretrain_2d" and nproc != 4 else []
-    args += ["--tp", 3] if (script, nproc) == ("tp_ulysses", 6) else []  # of 6 heads sp gets 2
-    file = launch.TASKS / f"{script}.py"
+    path, file = tmp_path / "record.json", launch.TASKS / f"{script}.py"
+    args = odd_flags(script, nproc, tmp_path, odd_llama, shallow_llama)
+    args += ["--dtype", "float64", "--json", path]
     result = launch.ranks(file, *args, nproc=nproc, folder=tmp_path)
     assert result.code == 0 and result.out.count("Tests passed") == nproc, result.tail()
     names = {check["name"] for check in checks(path, nproc, "float64")[1]}
@@ -248,23 +255,35 @@ def test_without_torchrun(script, tmp_path):
     assert "note: 1 rank: nothing is split" in result.out
 
 
-GPUS = ",".join(map(str, range(torch.cuda.device_count())))
-ON_GPUS = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", GPUS)}
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: NCCL is not tested")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
-@pytest.mark.parametrize("model", ["tiny", "odd llama"])
-@pytest.mark.parametrize("script", launch.SCRIPTS)
-def test_nccl(script, model, dtype, tmp_path, odd_llama):
-    """On all GPUs of this machine, up to 4."""
-    nproc, path = min(torch.cuda.device_count(), 4), tmp_path / "record.json"
-    flags = ["--model", odd_llama if model == "odd llama" else model, "--dtype", dtype]
-    result = launch.torchrun(
-        script, *flags, "--device", "cuda", "--json", path, nproc=nproc, env=ON_GPUS
+NCCL_RUNS = [
+    # On one rank all; on several these. `test_shared_gpu` adds the odd Llama in float32.
+    pytest.param(
+        nproc, model, dtype,
+        marks=[] if nproc == 1 or (nproc, model, dtype) in (
+            (2, "tiny", "float32"), (2, "tiny", "bfloat16"), (3, "odd llama", "float64"),
+            (4, "tiny", "bfloat16"), (4, "odd llama", "float64"),
+        ) else STRESS,
     )
+    for nproc in (1, 2, 3, 4)
+    for model in ("tiny", "odd llama")
+    for dtype in ("float32", "bfloat16", "float64")
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("nproc", "model", "dtype"), NCCL_RUNS)
+@pytest.mark.parametrize("script", launch.SCRIPTS)
+def test_nccl(script, nproc, model, dtype, tmp_path, odd_llama, shallow_llama):
+    """With a GPU for each rank, or with fewer that they share."""
+    place, path = NCCL.flags(nproc), tmp_path / "record.json"
+    if model == "odd llama":
+        flags = odd_flags(script, nproc, tmp_path, odd_llama, shallow_llama)
+    else:
+        flags = QUICK.get(script, []) if nproc > 1 else []
+    flags = [*flags, "--dtype", dtype, "--json", path]
+    result = launch.torchrun(script, *flags, *place, nproc=nproc, env=NCCL.env)
     passed(result, nproc)
-    assert checks(path, nproc, dtype)[0]["backend"] == "nccl"
+    record = checks(path, nproc, dtype)[0]
+    assert (record["backend"], record["nccl"]) == ("nccl", nccl_version())
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: cannot have too few of them")
@@ -277,17 +296,24 @@ def test_fewer_gpus_than_ranks(script):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: none can be shared")
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
 @pytest.mark.parametrize("nproc", [2, 3, 4])
 @pytest.mark.parametrize("script", launch.SCRIPTS)
-def test_shared_gpu(script, nproc, tmp_path, odd_llama):
-    """Several ranks on one GPU, by gloo: collectives and splits on CUDA's kernels."""
-    path, flags = tmp_path / "record.json", ["--model", odd_llama, *QUICK.get(script, [])]
+def test_shared_gpu(script, nproc, backend, tmp_path, odd_llama, shallow_llama):
+    """Several ranks on one GPU: collectives and splits on CUDA's kernels."""
+    if backend == "nccl" and (why := why_not_nccl(nproc, gpus=1)):
+        pytest.skip(why)
+    flags, path = odd_flags(script, nproc, tmp_path, odd_llama, shallow_llama), tmp_path / "r.json"
+    if (script, backend) == ("pretrain_2d", "gloo"):  # which takes no --tp, so --dp is nproc
+        flags += ["--tp", 1, "--batch-size", 12]
     flags += ["--share-gpus", "--json", path]
-    result = launch.torchrun(script, *flags, nproc=nproc, env=launch.ONE_GPU)
+    env = launch.ONE_GPU | {SHARING_ALLOWED: str(int(backend == "nccl"))}
+    result = launch.torchrun(script, *flags, nproc=nproc, env=env)
     passed(result, nproc)
     record = checks(path, nproc, "float32")[0]
-    assert (record["backend"], record["device"]) == ("gloo", "cuda")
-    assert "ranks share 1 GPU(s)" in result.out
+    assert (record["backend"], record["device"]) == (backend, "cuda")
+    said = f"NCCL {nccl_version()}" if backend == "nccl" else "gloo, through the host: "
+    assert f"note: {nproc} ranks share 1 GPU(s) by {said}" in result.out
 
 
 SUBGROUPS = """

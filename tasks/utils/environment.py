@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from contextlib import suppress
+from dataclasses import asdict, dataclass
 from glob import glob
 from importlib.metadata import version
 from pathlib import Path
@@ -26,6 +27,8 @@ from utils.shared_memory import neighbourhood
 TESTED = {"transformers": ("4.48.3", "5.24.0"), "peft": ("0.14.0", "0.21.2")}  # from, to
 
 GPU_FILES = "/dev/nvidia[0-9]*", "/proc/driver/nvidia/gpus/*"
+# From this version on NCCL lets several ranks have one GPU, where this variable is 1.
+SHARING_NCCL, SHARING_ALLOWED = Version("2.30"), "NCCL_MULTI_RANK_GPU_ENABLE"
 START_S = 120  # by how many seconds ranks may differ in starting
 
 
@@ -126,17 +129,21 @@ def count_gpus():
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
+def count_local_ranks():
+    """The ranks of this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
 def choose_device(wanted, shared=False):
     """This rank's device, and a notice if it is not what one would expect.
 
     shared: several ranks may have one GPU.
     """
-    gpus = count_gpus()
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    gpus, local = count_gpus(), count_local_ranks()
     if wanted == "cuda" and not gpus:
         fail(f"--device cuda: {unusable_gpu() or 'PyTorch sees no GPU'}; use --device cpu")
     if shared and (wanted == "cpu" or not gpus):
-        fail(f"--share-gpus: {unusable_gpu() or 'there is none to share'}")
+        fail(f"--share-gpus: {unusable_gpu() or 'there is no GPU to share'}")
     if wanted == "cuda" and gpus < local and not shared:
         fail(f"--device cuda: {local} ranks but {gpus} GPU(s) on this machine; use --device cpu, "
              "or --share-gpus")  # fmt: skip
@@ -169,26 +176,99 @@ def choose_device(wanted, shared=False):
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
         # What a timeout of the attempt before left in torchrun's store would end this one.
         os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
-    notice = f"{local} ranks share {min(gpus, local)} GPU(s), and speak by gloo, through the host"
-    return device, notice if shared else None
+    return device, None
+
+
+def nccl_version():
+    """The version of the NCCL that PyTorch calls, such as "2.32.3"; None if there is no NCCL.
+
+    `torch.cuda.nccl.version()` says which one PyTorch was built with. Another may have been loaded
+    in its place, by LD_PRELOAD, so the library itself is asked.
+    """
+    if not dist.is_nccl_available():
+        return None
+    number = ctypes.c_int()
+    try:
+        # Found in this file or in what it needs, as libnccl.so.2 is. A library that is loaded
+        # already is not loaded again.
+        ctypes.CDLL(torch._C.__file__).ncclGetVersion(ctypes.byref(number))
+    except (OSError, AttributeError):  # linked into PyTorch and hidden there: no other is called
+        return ".".join(map(str, torch.cuda.nccl.version()[:3]))
+    return f"{number.value // 10000}.{number.value // 100 % 100}.{number.value % 100}"
+
+
+@dataclass
+class Sharing:
+    """What decides whether a rank on a GPU can talk by NCCL, where ranks may share GPUs.
+
+    local_ranks, gpus: of its machine. allowed: whether NCCL_MULTI_RANK_GPU_ENABLE is 1. nccl: what
+    `nccl_version` says.
+    """
+
+    local_ranks: int
+    gpus: int
+    allowed: bool
+    nccl: str | None
+
+    @classmethod
+    def of_this_rank(cls):
+        allowed = os.environ.get(SHARING_ALLOWED) == "1"
+        return cls(count_local_ranks(), count_gpus(), allowed, nccl_version())
+
+    @property
+    def shared(self):
+        return self.gpus < self.local_ranks
+
+    def why_not_nccl(self):
+        """Why NCCL refuses ranks that share a GPU, in words; empty if it takes them."""
+        reasons = [] if self.allowed else [f"{SHARING_ALLOWED} is not 1"]
+        if self.nccl is None:
+            reasons.append("this PyTorch has no NCCL")
+        elif Version(self.nccl) < SHARING_NCCL:
+            reasons.append(f"NCCL {self.nccl} is older than {SHARING_NCCL}")
+        return " and ".join(reasons)
+
+
+def share_gpus(ranks):
+    """The backend of --share-gpus, and a note that says it and why; None if no GPU is shared.
+
+    ranks: the `Sharing` of each. All ranks decide from the same list, so they decide alike.
+    """
+    sharing = next((rank for rank in ranks if rank.shared), None)
+    if sharing is None:
+        return "nccl", None
+    reasons, versions = [rank.why_not_nccl() for rank in ranks], {rank.nccl for rank in ranks}
+    why = next(filter(None, reasons), None)
+    if why and len(set(reasons)) > 1:
+        why = f"on rank {reasons.index(why)} {why}"
+    if not why and len(versions) > 1:
+        why = f"the ranks have different versions of NCCL, {' and '.join(sorted(versions))}"
+    note = f"{sharing.local_ranks} ranks share {sharing.gpus} GPU(s) by"
+    if why:
+        return "gloo", f"{note} gloo, through the host: {why}"
+    return "nccl", f"{note} NCCL {sharing.nccl}"
 
 
 def agree(store, rank, world_size, args, device):
     """Refuse ranks that were started with different flags or libraries; torchrun cannot tell.
 
     Through the store, before there are collectives: ranks of other devices would never meet.
-    Returns what there is to say of the libraries' versions, and whether all can share memory.
+    Returns what there is to say of the libraries' versions, whether all can share memory, and each
+    rank's `Sharing`.
     """
     mine = {f"--{name.replace('_', '-')}": str(value) for name, value in vars(args).items()}
     mine |= {name: version(name) for name in ("torch", *TESTED)} | {"the device": device.type}
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
-    store.set(f"started/{rank}", json.dumps([mine, gpu, neighbourhood()]))
+    sharing = asdict(Sharing.of_this_rank())
+    store.set(f"started/{rank}", json.dumps([mine, gpu, neighbourhood(), sharing]))
     everyone, gpus, places, patience = [], {}, set(), max(START_S, args.timeout)
+    of_ranks = []
     for other in range(world_size):
         try:
             store.wait([f"started/{other}"], datetime.timedelta(seconds=patience))
-            theirs, gpu, place = json.loads(store.get(f"started/{other}"))
+            theirs, gpu, place, sharing = json.loads(store.get(f"started/{other}"))
             everyone.append(theirs)
+            of_ranks.append(Sharing(**sharing))
             places.add(place)
             gpus.setdefault(gpu, other)
         except dist.DistError:  # or rank 0, which may hold the store, has refused and gone
@@ -209,4 +289,4 @@ def agree(store, rank, world_size, args, device):
         for name, (oldest, newest) in TESTED.items()
         if not Version(oldest) <= Version(mine[name]) <= Version(newest)
     ]
-    return notes, len(places) == 1 and None not in places
+    return notes, len(places) == 1 and None not in places, of_ranks

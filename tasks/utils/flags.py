@@ -67,8 +67,8 @@ def make_parser(doc, model="tiny"):
     add("--dtype", choices=DTYPES, default="float32", help="of weights; default float32")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: CUDA (NCCL) if "
         "there is a GPU for each rank, else CPU; default auto")  # fmt: skip
-    add("--share-gpus", action="store_true", help="more ranks than GPUs: several on each, by gloo, "
-        "for NCCL wants one for each rank; default no")  # fmt: skip
+    add("--share-gpus", action="store_true", help="more ranks than GPUs: several on each, by NCCL "
+        "2.30 or later if NCCL_MULTI_RANK_GPU_ENABLE is 1, else by gloo; default no")  # fmt: skip
     add("--gloo", action="store_true", help="on a CPU, talk by gloo, also where all ranks could by "
         "shared memory, being on one machine; default no")  # fmt: skip
     add("--deterministic", action="store_true", help="on a GPU, too, the same bits each time, as "

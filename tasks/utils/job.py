@@ -24,7 +24,9 @@ from utils.environment import (
     end_with_torchrun,
     fail,
     join_store,
+    nccl_version,
     read_environment,
+    share_gpus,
 )
 from utils.errors import UserError
 from utils.flags import DTYPES
@@ -57,8 +59,8 @@ def start(args, body):
     store, rank = join_store() if world_size > 1 else (dist.HashStore(), 0)
     if world_size == 1:
         notice = notice or "1 rank: nothing is split; start more with torchrun --nproc_per_node"
-    notes, can_share = agree(store, rank, world_size, args, device)
-    backend, why = choose_backend(args, device, can_share)
+    notes, share_memory, sharing = agree(store, rank, world_size, args, device)
+    backend, why = choose_backend(args, device, share_memory, sharing)
     watch = Watch(store, rank, world_size, args.timeout)
     # The watch says who is late, before these end; shared memory's group says so itself.
     timeout = datetime.timedelta(seconds=args.timeout + SPARE_S * (backend != NAME))
@@ -76,7 +78,7 @@ def start(args, body):
         run.finish()
     except UserError as error:
         fail(error)
-    except Exception as error:
+    except BaseException as error:  # some libraries' errors are no Exception
         watch.explain(error)
         if is_for_memory(error):
             fail(f"out of memory: {' '.join(str(error).split())[:200]}; take shorter or fewer "
@@ -102,13 +104,16 @@ def prepare_process(deterministic):
         torch.utils.deterministic.fill_uninitialized_memory = False
 
 
-def choose_backend(args, device, can_share):
-    """The ranks' backend, and a note if it is not what one would expect."""
+def choose_backend(args, device, share_memory, sharing):
+    """The ranks' backend, and a note if it is not what one would expect.
+
+    share_memory, sharing: what `agree` says, the same on all ranks.
+    """
     if device.type == "cuda":
-        return "gloo" if args.share_gpus else "nccl", None
+        return share_gpus(sharing) if args.share_gpus else ("nccl", None)
     if args.gloo:
         return "gloo", None
-    if can_share:
+    if share_memory:
         return NAME, None
     return "gloo", ("no memory that all ranks could share (on several machines, on other than "
                     "Linux on x86-64, with /proc closed): they talk by gloo")  # fmt: skip
@@ -298,6 +303,7 @@ class Run(Comparison):
         if self.device.type == "cuda":  # see `choose_device`
             record |= {"gpu": torch.cuda.get_device_name(self.device),
                        "cudnn_attention": torch.backends.cuda.cudnn_sdp_enabled(),
+                       "nccl": nccl_version() if dist.get_backend() == "nccl" else None,
                        "NCCL_NVLS_ENABLE": os.environ["NCCL_NVLS_ENABLE"]}  # fmt: skip
         path = self.json.resolve()
         part = path.with_name(f".{path.name}.{os.getpid()}.part")
