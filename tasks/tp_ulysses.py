@@ -294,12 +294,14 @@ def main():
 def default_tp(config, ranks, sequence):
     """How many ranks tp has if nobody says it: 2 of an even number, else 1.
 
-    Ulysses' ranks exchange heads: where these are too few for it, the next that leaves enough.
+    Where that leaves too few heads, to share out or for Ulysses to exchange, the next larger number
+    that does not, or else a smaller one.
     """
     usual = 2 - ranks % 2
-    for tp in range(usual, min(ranks, config.num_attention_heads) + 1):
+    divisors = [tp for tp in range(1, ranks + 1) if ranks % tp == 0]
+    for tp in sorted(divisors, key=lambda tp: (tp < usual, tp)):
         exchange = ranks // tp if sequence == "ulysses" else 1
-        if ranks % tp == 0 and exchange <= fewest_heads(config, tp):
+        if tp <= config.num_attention_heads and exchange <= fewest_heads(config, tp):
             return tp
     return usual
 

@@ -146,7 +146,6 @@ def odd_flags(script, nproc, folder, odd_llama, shallow_llama):
     args = ["--model", model, *QUICK.get(script, [])]
     args += ["--batch-size", 3, "--seq-len", 23] if script in DEEP else []
     args += ["--tp", nproc] if script == "pretrain_2d" and nproc != 4 else []
-    args += ["--tp", 3] if (script, nproc) == ("tp_ulysses", 6) else []  # of 6 heads sp gets 2
     return args
 
 

@@ -1,12 +1,13 @@
 """Tensor x sequence parallelism: all meshes and ways, odd sizes, and what is refused."""
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 
 import launch
 from test_tasks import checks, passed
-from tp_ulysses import neighbours
+from tp_ulysses import default_tp, neighbours
 
 FILE = launch.TASKS / "tp_ulysses.py"
 WAYS = [[], ["--sequence", "ring"], ["--sequence", "usp"], ["--megatron-sp"],
@@ -29,6 +30,20 @@ def run(tmp_path, model, sp, tp, seq_len, *flags):
     result = launch.ranks(FILE, *args, nproc=sp * tp, folder=tmp_path)
     passed(result, sp * tp)
     return checks(path, sp * tp, "float64")[0]["results"], result.out
+
+
+@pytest.mark.parametrize(
+    ("heads", "ranks", "sequence", "tp"),
+    [
+        ((8, 4), 4, "ulysses", 2), ((8, 4), 3, "ulysses", 1), ((8, 4), 1, "ulysses", 1),
+        ((6, 3), 6, "ulysses", 3), ((6, 3), 6, "ring", 2), ((6, 3), 8, "ulysses", 2),
+        ((9, 3), 9, "ulysses", 1), ((1, 1), 4, "ring", 1),
+    ],
+)  # fmt: skip
+def test_default_mesh(heads, ranks, sequence, tp):
+    """One that the heads allow. If none is, the usual one, whose refusal says why."""
+    sizes = zip(("num_attention_heads", "num_key_value_heads"), heads, strict=True)
+    assert default_tp(SimpleNamespace(**dict(sizes)), ranks, sequence) == tp
 
 
 @pytest.mark.parametrize(("way", "mesh", "seq_len"), RUNS)

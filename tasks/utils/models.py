@@ -124,6 +124,8 @@ class Source:
             model = LlamaForCausalLM(self.config)
         if self.config.tie_word_embeddings:
             model.lm_head.weight = model.model.embed_tokens.weight
+        if self.generation:
+            model.generation_config = copy.deepcopy(self.generation)
         return model.eval()
 
     def load_model(self, dtype, device, parallelize=None):
@@ -147,8 +149,6 @@ class Source:
         # (Not all stages of a pipeline have a head.)
         if self.config.tie_word_embeddings and model.lm_head:
             model.lm_head.weight = model.model.embed_tokens.weight
-        if self.generation:
-            model.generation_config = copy.deepcopy(self.generation)
         return model
 
     def from_pretrained(self, dtype, device):
