@@ -33,6 +33,8 @@ help:
 	@echo "make tiny-llama   write, train and evaluate the embedded model anew"
 	@echo "make lint, make clean"
 
+# torchrun waits for the host by its own name, which does not resolve everywhere.
+demo: export PET_LOCAL_ADDR ?= 127.0.0.1
 demo: .venv/ready
 	@set -e; for script in $(SCRIPTS); do \
 	  echo; sed -n '1s/^"""/=== /p' $$script; \

@@ -13,5 +13,6 @@ source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 count_gpus 2
 MAX_RESTARTS=${MAX_RESTARTS:-0}
 
-# --standalone takes a free port by itself: two jobs on one machine do not meet.
-start --standalone --nproc_per_node "$NPROC" --max-restarts "$MAX_RESTARTS"
+# --standalone takes a free port by itself: two jobs on one machine do not meet. Without an address
+# torchrun looks for the host by its own name, and waits for minutes where that does not resolve.
+start --standalone --local-addr 127.0.0.1 --nproc_per_node "$NPROC" --max-restarts "$MAX_RESTARTS"

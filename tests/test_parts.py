@@ -327,9 +327,18 @@ def test_backend_of_ranks_that_share_a_gpu(ranks, backend, why):
     chosen, note = job.choose_backend(args, on_gpus, True, sharing)
     assert chosen == backend and (note is why or why in note), note
     # It matters neither on the CPU nor without the flag.
-    assert job.choose_backend(args, CPU, True, sharing) == (job.NAME, None)
+    if job.USABLE:
+        assert job.choose_backend(args, CPU, True, sharing) == (job.NAME, None)
     args.share_gpus = False
     assert job.choose_backend(args, on_gpus, True, sharing) == ("nccl", None)
+
+
+def test_shared_memory_of_an_old_pytorch(monkeypatch):
+    """Its functional collectives would wait for ever: gloo, and it is said."""
+    monkeypatch.setattr(job, "USABLE", False)
+    args = SimpleNamespace(share_gpus=False, gloo=False)
+    backend, note = job.choose_backend(args, CPU, True, [])
+    assert backend == "gloo" and "from 2.7 on" in note
 
 
 @pytest.mark.parametrize(("allowed", "backend"), [("11", "nccl"), ("10", "gloo"), ("00", "gloo")])

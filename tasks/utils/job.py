@@ -32,7 +32,7 @@ from utils.errors import UserError
 from utils.flags import DTYPES
 from utils.measure import is_for_memory
 from utils.models import Source, download, is_remote
-from utils.shared_group import NAME
+from utils.shared_group import NAME, USABLE
 from utils.watchdog import SPARE_S, Watch
 
 # Huge pages for large CPU tensors: touching new memory is else slower than most of what is done
@@ -113,6 +113,11 @@ def choose_backend(args, device, share_memory, sharing):
         return share_gpus(sharing) if args.share_gpus else ("nccl", None)
     if args.gloo:
         return "gloo", None
+    if share_memory and not USABLE:
+        return (
+            "gloo",
+            f"PyTorch {torch.__version__}: ranks talk by gloo; from 2.7 on they share memory",
+        )
     if share_memory:
         return NAME, None
     return "gloo", ("no memory that all ranks could share (on several machines, on other than "

@@ -10,6 +10,7 @@ from functools import cache, partial, wraps
 
 import torch
 import torch.distributed as dist
+from packaging.version import Version
 from torch.autograd import profiler
 from torch.distributed.distributed_c10d import Work
 
@@ -17,6 +18,9 @@ from utils.shared_memory import SLOT, SharedMemory, beginning
 from utils.traffic import METERS, bytes_of
 
 NAME = "shared_memory"
+# PyTorch 2.6 lets go of the Python half of a collective's `Work`, and its other half then waits for
+# ever, in functional collectives, which are DTensor's.
+USABLE = Version(torch.__version__) >= Version("2.7")
 SMALL = 2**15  # of a sum of so many bytes each rank adds all, not a share, in one step, not two
 REDUCE = [  # what is asked for, what adds a part, and whether all is divided by their number
     (dist.ReduceOp.SUM, (torch.add, False)), (dist.ReduceOp.AVG, (torch.add, True)),
