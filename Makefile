@@ -17,7 +17,7 @@ FIRST := $(patsubst %,tasks/%.py,tp_mlp tp_attention tp_llama dtensor_llama kv_c
 SCRIPTS = $(FIRST) $(filter-out $(FIRST),$(FOUND))
 
 .PHONY: help demo test test-all stress soak test-real test-course bench max-seq-len report figures
-.PHONY: estimate tiny-llama gpu lint clean
+.PHONY: estimate tiny-llama gpu gpu-long lint clean
 help:
 	@echo "make demo         every task, NPROC=$(NPROC) ranks, MODEL=$(MODEL), DTYPE=$(DTYPE)," \
 	  "DEVICE=$(DEVICE)"
@@ -29,7 +29,8 @@ help:
 	@echo "make bench        measure speed (up to two hours); make figures: draw what was measured"
 	@echo "make estimate     the memory of a step by each technique, and how many ranks it takes"
 	@echo "make max-seq-len  find the longest sequence under limits on memory (an hour)"
-	@echo "make gpu          all that one GPU can show, in steps of 8 minutes (DEVICE=cpu rehearses)"
+	@echo "make gpu          all that one GPU can show, in 20 minutes (DEVICE=cpu rehearses)"
+	@echo "make gpu-long     what takes half an hour more there"
 	@echo "make tiny-llama   write, train and evaluate the embedded model anew"
 	@echo "make lint, make clean"
 
@@ -90,10 +91,15 @@ estimate: .venv/ready
 max-seq-len: .venv/ready
 	$(BIN)/python figures/longest.py
 
-# STEP=3: one of its steps. DEVICE=cpu: a rehearsal. OUT=DIR: where its files go.
+# STEP=3: one of its steps. DEVICE=cpu: a rehearsal. OUT=DIR: where its files go. SMOLLM2=DIR: the
+# model's directory, where it can neither be fetched nor is in the cache.
+GPU = $(BIN)/python figures/gpu.py $(if $(filter cpu,$(DEVICE)),--device cpu) \
+  $(if $(OUT),--out "$(OUT)") $(if $(SMOLLM2),--smollm2 "$(SMOLLM2)")
 gpu: .venv/ready
-	$(BIN)/python figures/gpu.py $(if $(filter cpu,$(DEVICE)),--device cpu) \
-	  $(if $(STEP),--step $(STEP)) $(if $(OUT),--out "$(OUT)")
+	$(GPU) $(if $(STEP),--step $(STEP))
+
+gpu-long: .venv/ready
+	$(GPU) --long
 
 report: .venv/ready
 	$(BIN)/python figures/report.py
