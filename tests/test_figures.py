@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import launch
+import nursery
 
 sys.path.append(str(launch.ROOT / "figures"))
 import draw
@@ -411,25 +412,23 @@ def test_parts_that_run_at_once(tmp_path, monkeypatch):
 
 
 def test_parts_of_gpu():
-    """Each is named once, and a short run is planned for twenty minutes."""
-    for device in ("cuda", "cpu"):
-        names = [part.name for part in gpu.parts(device)]
-        assert len(names) == len(set(names)) and {"tp_mlp_float32", "tp_mlp_2_ranks"} <= {*names}
-    assert {
-        "tests_gpu",
-        "smollm2_tp_mlp_float32",
-        "step_time",
-        "longest_ours",
-        "step_262144",
-        "step_262144_offload",
-        "tp_mlp_4_ranks_float64",
-    } <= {  # fmt: skip
-        part.name for part in gpu.parts("cuda")
-    }
-    assert gpu.SCRIPTS == sorted(gpu.SCRIPTS, key=gpu.SCRIPTS.index) and sorted(
-        gpu.SCRIPTS) == launch.SCRIPTS  # fmt: skip
-    short = [minutes for step, (_, minutes) in gpu.STEPS.items() if step not in gpu.LONG]
-    assert sum(short) == 20
+    """Each is named once, by the names that records have; a run is planned for twenty minutes."""
+    names = {device: [part.name for part in gpu.parts(device)] for device in ("cuda", "cpu")}
+    assert all(len(of) == len(set(of)) for of in names.values())
+    stable = ["tp_mlp_float32", "tp_mlp_2_ranks", "tp_mlp_4_ranks_float64", "tests_gpu",
+              "smollm2_tp_mlp_float32", "step_time", "longest_ours", "step_262144",
+              "step_262144_offload"]  # fmt: skip
+    assert set(stable) <= set(names["cuda"])
+    assert sorted(gpu.SCRIPTS) == launch.SCRIPTS
+    assert sum(minutes for step, (_, minutes) in gpu.STEPS.items() if step not in gpu.LONG) == 20
+
+
+def test_no_cuda_before_a_fork(monkeypatch):
+    """Where an import has started CUDA, the process that ranks are forked from refuses."""
+    nursery.check_untouched()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    with pytest.raises(AssertionError, match="has started CUDA"):
+        nursery.check_untouched()
 
 
 def test_records_of_a_gpu(tmp_path):
