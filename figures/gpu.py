@@ -40,6 +40,7 @@ import torch
 import transformers
 
 import launch
+import longest
 from records import attention_flop, here_and_now
 from utils.checks import OTHERWISE
 from utils.errors import UserError
@@ -132,7 +133,7 @@ def parts(device, smollm2="smollm2"):
     yield Part(3, "step_time", words, json_flag="--output")
     for name in LONGEST if on_gpu else LONGEST[:1] + LONGEST[3:]:
         words = ["figures/longest.py", *large, *place, "--ranks", 1]
-        words += ["--budgets", 1024 if on_gpu else 32, "--only", name]
+        words += ["--budgets", 1024 if on_gpu else 24, "--only", name]
         yield Part(4, f"longest_{slug(name)}", words, json_flag="--output")
     for step, positions in (5, 2**18), (6, 2**19), (7, 2**20):
         positions = positions if on_gpu else positions // 256
@@ -444,6 +445,61 @@ def table(data):
                   "step's time.)"]  # fmt: skip
         lines += ["", f"({on(data)})"]
     return lines
+
+
+def tasks_table(data, folder=HERE / "gpu"):
+    """Of each task, in each way in which some ran: how many checks, and the nearest of them."""
+    ways, rows = {}, {script: {} for script in SCRIPTS}
+    for part in parts(data["device"] if data else "cuda"):
+        if part.step == 1 and file_of(part, folder).exists():
+            one = json.loads(file_of(part, folder).read_text())
+            shares = [c["share"] for c in one["checks"] if not c["name"].startswith(OTHERWISE)]
+            how = f" ({one['backend']})" if part.ranks > 1 else ""
+            way = f"{part.ranks} rank{'s' * (part.ranks > 1)}{how}, {one['dtype']}"
+            ways[way] = None
+            rows[one["task"]][way] = f"{len(one['checks'])}, {max(shares, default=0):.0%}"
+    lines = [f"| task | {' | '.join(ways)} |", "|---" * (len(ways) + 1) + "|"]
+    for script, cells in rows.items():
+        words = [cells.get(way, "no record") for way in ways]
+        lines.append(f"| `{script}.py` | {' | '.join(words)} |")
+    return [*lines, "", f"({on(data)})"] if ways else ["Not run yet."]
+
+
+def long_table(data, folder=HERE / "gpu"):
+    """The longest sequences and steps that were measured, beside what the formulas say today."""
+    records = record(folder, data)[1] if data else []
+    lines = ["| in 1 GiB beyond the model | positions | by the formula | KiB of tensors each | "
+             "by the formula |", "|---|---|---|---|---|"]  # fmt: skip
+    for one in records:
+        for run in (run for run in one.get("runs", []) if "found" in run):
+            c, name = Source(one["model"]).config, run["contender"]
+            e, budget = getattr(torch, one["dtype"]).itemsize, run["budget_mib"] * 2**20
+            device, found = torch.device(one["device"]), run["found"]
+            said = longest.estimate(name, c, run["world_size"], e, budget, device)
+            counted = longest.expected(name, c, e, found, budget, device) / found
+            sizes = [f"{size / 2**10:,.1f}" for size in (run["measured_bytes"], counted)]
+            cells = [name, f"{found:,}", f"{said:,}", *sizes]
+            lines.append(f"| {' | '.join(cells)} |")
+    lines += [
+        "",
+        "| one exact step of | seconds | peak, GiB | by the formula |",
+        "|---|---|---|---|",
+    ]
+    for one in (one for one in records if "positions" in one):
+        source, more = Source(one["model"]), ", `--offload`" * one["offload"]
+        e = getattr(torch, one["dtype"]).itemsize
+        tile = longest.default_tile_mib(torch.device(one["device"])) * 2**20
+        weights = sum(torch.Size(shape).numel() for shape in source.shapes.values()) * e
+        said = weights + longest.most("ours, offload" if one["offload"] else "ours", source.config,
+                                      e, one["positions"], tile, longest.tensors)  # fmt: skip
+        seconds = "not measured" if one["step_s"] is None else f"{one['step_s']:.0f}"
+        cells = [
+            f"{one['positions']:,} tokens{more}",
+            seconds + ", extrapolated" * one["extrapolated"],
+        ]
+        cells += [f"{size / 2**30:.2f}" for size in (one["peak_bytes"], said)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return [*lines, "", f"({on(data)})"] if records else ["Not run yet."]
 
 
 def on(data):

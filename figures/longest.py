@@ -181,14 +181,27 @@ def most(name, c, e, tokens, tile, count=segments, on_gpu=True):
                for what, moment in moments.items())  # fmt: skip
 
 
+def other(name):
+    return OTHER_SELECTIVE if name == "selective checkpoint" else OTHER
+
+
+def tile_of(name, budget, device):
+    """Bytes of a tile where there is a budget in bytes; nothing of the plain ones is in tiles."""
+    return default_tile_mib(device, budget) * 2**20 * (name not in PLAIN)
+
+
+def expected(name, c, e, tokens, budget, device):
+    """Bytes of tensors that a GPU's rank takes for so many tokens, and what libraries keep."""
+    return most(name, c, e, tokens, tile_of(name, budget, device), tensors) + other(name)
+
+
 def estimate(name, c, ranks, e, budget, device):
     """Positions that fit into a budget in bytes on each rank.
 
     On a GPU the limit is on segments, which the allocator makes; expandable ones are as large as
     what is in them. On a CPU every large tensor is a mapping of its own, of pages.
     """
-    tile = default_tile_mib(device, budget) * 2**20 * (name not in PLAIN)
-    room = budget - (OTHER_SELECTIVE if name == "selective checkpoint" else OTHER)
+    tile, room = tile_of(name, budget, device), budget - other(name)
     if device.type == "cpu":
         return int((room - tile) / a_token(name, c, ranks, e)) * ranks
     count = tensors if name == SEGMENTS else segments
@@ -251,7 +264,7 @@ def search(name, ranks, budget, estimate, model=()):
         record = fits(name, ranks, length, budget, model)
         if record:
             best = length, record
-            stride = max(stride, UNEVEN * budget * 2**20 / used(record))
+            stride = max(stride, min(4.0, UNEVEN * budget * 2**20 / max(1, used(record))))
         else:
             too_long = length
         if best and too_long:
