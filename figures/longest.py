@@ -264,7 +264,8 @@ def search(name, ranks, budget, estimate, model=()):
         record = fits(name, ranks, length, budget, model)
         if record:
             best = length, record
-            stride = max(stride, min(4.0, UNEVEN * budget * 2**20 / max(1, used(record))))
+            if (room := UNEVEN * budget * 2**20 / max(1, used(record))) > 1.5:
+                stride = max(stride, min(room, 4.0))
         else:
             too_long = length
         if best and too_long:
