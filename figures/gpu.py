@@ -184,6 +184,11 @@ def file_of(part, out):
     return out / f"{part.name}.{'xml' if part.json_flag == '--junitxml' else 'json'}"
 
 
+def failed_of(part, out):
+    """A file that says why a part failed; it is run again then."""
+    return out / f"{part.name}.failed"
+
+
 class Jobs:
     """Runs parts. room: how many ranks may be at work at once.
 
@@ -252,7 +257,7 @@ class Jobs:
             return CUT
         if began.exists() and (not code or path.suffix == ".xml"):  # which says what failed
             began.replace(path)
-        failed = self.out / f"{part.name}.failed"
+        failed = failed_of(part, self.out)
         failed.unlink(missing_ok=True)
         if not code and path.exists():
             return f"{took:.0f} s"
@@ -313,7 +318,8 @@ def drive(steps, out, device, smollm2=None):
         until = time.monotonic() + (max(ALONE_S, 60 * minutes) if len(steps) == 1 else 60 * minutes)
         until += 3600 * (device == "cpu")  # a rehearsal comes to its end
         of_step = [part for part in parts(device, smollm2 or "smollm2") if part.step == number]
-        left = [part for part in of_step if not file_of(part, out).exists()]
+        left = [part for part in of_step if failed_of(part, out).exists()
+                or not file_of(part, out).exists()]  # fmt: skip
         print(
             f"step {number}: {STEPS[number][0]}: {len(left)} of {len(of_step)} to run", flush=True
         )
@@ -401,7 +407,7 @@ def record(out, head):
     """gpu.json: of every step, in a few words, what its parts' files say; and the files."""
     records, planned, groups, failed = [], {}, {}, {}
     for part in parts(head["device"]):
-        path, why = file_of(part, out), out / f"{part.name}.failed"
+        path, why = file_of(part, out), failed_of(part, out)
         group = group_of(part)
         planned[group] = planned.get(group, 0) + 1
         if why.exists():

@@ -146,6 +146,10 @@ def torchrun(script, *args, nproc, restarts=0, **kwargs):
 # ---------------------------------------------------------------- many short jobs
 
 
+# An import that asks for GPUs there asks the driver's library, which leaves CUDA as it is.
+UNTOUCHED = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+
+
 class Nursery:
     """A process that has all imports done, from which ranks are forked (nursery.py).
 
@@ -157,7 +161,7 @@ class Nursery:
     def __init__(self, env=None):
         words = [sys.executable, Path(__file__).with_name("nursery.py")]
         self.process = subprocess.Popen(
-            words, env=environment("nursery", env), cwd=ROOT, text=True,
+            words, env=environment("nursery", UNTOUCHED | (env or {})), cwd=ROOT, text=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         )  # fmt: skip
         self.lock, self.numbers, self.waiting = threading.Lock(), itertools.count(), {}

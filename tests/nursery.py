@@ -25,6 +25,7 @@ PRELOADED = [
     "transformers.models.llama.modeling_llama", "tokenizers", "peft", "filelock", "psutil",
     "safetensors.torch", "huggingface_hub",
 ]  # fmt: skip
+TOUCHED = "an import has started CUDA: no rank could use it"
 GRACE_S = 0.2  # in which the other ranks tell their part, once one has failed
 STACKS_S = 1.0  # in which ranks that took too long print where they stand (see `utils.job`)
 
@@ -46,7 +47,7 @@ def check_untouched():
     """Fail where an import has started CUDA: a process that is forked then cannot use it."""
     import torch
 
-    assert not torch.cuda.is_initialized(), "an import has started CUDA: no rank could use it"
+    assert not torch.cuda.is_initialized(), TOUCHED
 
 
 def look_after(job, mother):
@@ -54,6 +55,9 @@ def look_after(job, mother):
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     number = job.pop("number")
     try:
+        import torch
+
+        assert not torch.cuda._is_in_bad_fork(), TOUCHED  # the driver's part of it, as a child sees
         ended = run(**job, mother=mother)
     except BaseException:
         ended = {"error": traceback.format_exc()[-2000:]}
