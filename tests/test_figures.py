@@ -26,6 +26,7 @@ import tp_speed
 from draw_diagrams import TITLES, Diagram
 from draw_mesh_diagrams import MeshPicture
 from draw_ring import RingPicture
+from utils.errors import UserError
 from utils.flags import make_parser
 from utils.tolerance import LIMITS
 
@@ -466,6 +467,28 @@ def test_parts_of_gpu():
     assert set(stable) <= set(names["cuda"])
     assert sorted(gpu.SCRIPTS) == launch.SCRIPTS
     assert sum(minutes for step, (_, minutes) in gpu.STEPS.items() if step not in gpu.LONG) == 20
+
+
+def test_smollm2_of_make_gpu(tmp_path, monkeypatch, capfd):
+    """From a folder; where it cannot be had its parts are left out, in one line, and no others."""
+    folder = launch.TASKS / "tiny_llama"
+    words = {part.name: part.words for part in gpu.parts("cuda", folder)}["smollm2_tp_mlp_float32"]
+    assert words[words.index("--model") + 1] == folder and gpu.missing("cuda", folder) is None
+
+    def find(cache):
+        raise UserError("no network")
+
+    monkeypatch.setattr(gpu, "find", find)
+    assert gpu.missing("cuda", None) == "no network" and gpu.missing("cpu", None) is None
+    assert "no such directory" in gpu.missing("cuda", tmp_path / "none")
+    write = ["-c", WRITES.format(TESTS)]
+    two = [gpu.Part(2, name, write, json_flag="--junitxml") for name in ("tests", "smollm2_x")]
+    monkeypatch.setattr(gpu, "parts", lambda device, smollm2=None: two)
+    monkeypatch.setattr(gpu, "missing", lambda device, smollm2: "no network")
+    assert gpu.drive([2], tmp_path, "cpu") == []
+    said = capfd.readouterr().out
+    assert said.count("no network") == 1 and (tmp_path / "tests.xml").exists()
+    assert not (tmp_path / "smollm2_x.xml").exists() and "time is up" not in said
 
 
 def test_no_cuda_before_a_fork(monkeypatch):
