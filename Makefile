@@ -151,10 +151,14 @@ COURSE := s/^transformers==.*/transformers==4.48.3/; s/^peft==.*/peft==0.14.0/
 	  pip="$(PYTHON) -m pip --python $$dir/bin/python"; \
 	fi; \
 	: "the packages of another virtual environment, behind those that are installed here"; \
-	test -z "$$folders" || echo "$$folders" > "$$($$dir/bin/python -c \
-	  'import sysconfig; print(sysconfig.get_path("purelib"))')/of_another_python.pth"; \
+	: "(a new environment's own setuptools, older than PyTorch wants, would hide theirs)"; \
+	if test -n "$$folders"; then \
+	  $$pip uninstall -q -y setuptools >/dev/null 2>&1 || :; \
+	  echo "$$folders" > "$$($$dir/bin/python -c \
+	    'import sysconfig; print(sysconfig.get_path("purelib"))')/of_another_python.pth"; \
+	fi; \
 	$$pip install -q -r "$$pins" 2> "$$said" || \
-	  $$dir/bin/python launch/packages.py enough || { cat "$$said" >&2; exit 1; }; \
+	  $$dir/bin/python launch/packages.py enough "$$said" || { cat "$$said" >&2; exit 1; }; \
 	test -x $$dir/bin/torchrun || printf '#!/bin/sh\nexec "$$(dirname "$$0")/python" -m %s "$$@"\n' \
 	  torch.distributed.run > $$dir/bin/torchrun && chmod +x $$dir/bin/torchrun; \
 	pwd -P > $@

@@ -35,8 +35,14 @@ def show_torch(folder):
         print(*(p for p in sys.path if p.endswith(("site-packages", "dist-packages"))), sep="\n")
 
 
-def show_whether_enough():
-    """One line: with which versions it goes on, or what is missing (exit code 1)."""
+def show_whether_enough(errors):
+    """One line: with which versions it goes on, or what is missing (exit code 1).
+
+    errors: the file with what pip said.
+    """
+    with open(errors) as file:
+        said = [line.removeprefix("ERROR: ").strip() for line in file if line.startswith("ERROR: ")]
+    why = f"not all of requirements.txt can be installed ({said[-1] if said else 'no network?'})"
     there = {name: version(name) for name in (*NEEDED, *WITHOUT)}
     missing = [
         f"{name} {OLDEST.get(name, '')}".strip()
@@ -44,12 +50,10 @@ def show_whether_enough():
         if not there[name] or numbers(there[name]) < numbers(OLDEST.get(name, "0"))
     ]
     if missing:
-        sys.exit("error: not all of requirements.txt can be installed (see below: no network?), "
-                 f"and this is missing, or older than said here: {', '.join(missing)}")  # fmt: skip
+        sys.exit(f"error: {why}, and this is missing, or older than here: {', '.join(missing)}")
     lacking = [f"without {name}: {what}" for name, what in WITHOUT.items() if not there[name]]
     using = ", ".join(f"{name} {there[name]}" for name in OLDEST)
-    print("; ".join([f"note: not all of requirements.txt can be installed (no network?): going on "
-                     f"with {using}", *lacking]))  # fmt: skip
+    print("; ".join([f"note: {why}: going on with {using}", *lacking]))
 
 
 def version(name):
@@ -65,4 +69,4 @@ def numbers(version):
 
 
 if __name__ == "__main__":
-    show_torch(sys.argv[2]) if sys.argv[1] == "torch" else show_whether_enough()
+    (show_torch if sys.argv[1] == "torch" else show_whether_enough)(sys.argv[2])

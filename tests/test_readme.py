@@ -182,7 +182,7 @@ OTHER_PINS = re.findall(r"^([a-z_]+)$", (launch.ROOT / "requirements.txt").read_
     [
         ({}, None),
         ({"transformers": "4.50.0", "ruff": None, "pytest-xdist": None},
-         "note: not all of requirements.txt can be installed (no network?): going on with torch "
+         "(No matching distribution found for transformers=={transformers}): going on with torch "
          "{torch}, transformers 4.50.0, peft {peft}; without pytest-xdist: tests run one after "
          "another; without ruff: no make lint"),
         ({"peft": None, "transformers": "4.40.0"}, "transformers 4.48.3, peft 0.14.0"),
