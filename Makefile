@@ -6,7 +6,8 @@ DEVICE ?= auto
 DTYPE ?= float32
 # How many tests run at once: they wait about as long as they compute.
 AT_ONCE ?= 3
-TEST_FLAGS = -q -rs --durations 5 -n $(AT_ONCE) --dist worksteal
+TEST_FLAGS = -q -rs --durations 5 $(shell $(BIN)/python -c 'import xdist' 2>/dev/null && \
+  printf %s '-n $(AT_ONCE) --dist worksteal')
 PYTHON ?= python3
 BIN := .venv/bin
 # Names with spaces, quotes or dollars reach the shell as they are.
@@ -17,7 +18,7 @@ FIRST := $(patsubst %,tasks/%.py,tp_mlp tp_attention tp_llama dtensor_llama kv_c
 SCRIPTS = $(FIRST) $(filter-out $(FIRST),$(FOUND))
 
 .PHONY: help demo test test-all stress soak test-real test-course bench max-seq-len report figures
-.PHONY: estimate tiny-llama gpu lint clean
+.PHONY: estimate tiny-llama gpu gpu-long lint clean
 help:
 	@echo "make demo         every task, NPROC=$(NPROC) ranks, MODEL=$(MODEL), DTYPE=$(DTYPE)," \
 	  "DEVICE=$(DEVICE)"
@@ -29,7 +30,8 @@ help:
 	@echo "make bench        measure speed (up to two hours); make figures: draw what was measured"
 	@echo "make estimate     the memory of a step by each technique, and how many ranks it takes"
 	@echo "make max-seq-len  find the longest sequence under limits on memory (an hour)"
-	@echo "make gpu          all that one GPU can show, in steps of 8 minutes (DEVICE=cpu rehearses)"
+	@echo "make gpu          all that one GPU can show, in 20 minutes (DEVICE=cpu rehearses)"
+	@echo "make gpu-long     what takes half an hour more there"
 	@echo "make tiny-llama   write, train and evaluate the embedded model anew"
 	@echo "make lint, make clean"
 
@@ -61,8 +63,9 @@ test-real: .venv/ready
 	$(BIN)/python -m pytest -q -rs --durations 5 $(or $(REAL_TESTS),-m real)
 
 # COURSE_TESTS="-m quick": a part of them.
+test-course: BIN := .venv-course/bin
 test-course: .venv-course/ready
-	.venv-course/bin/python -m pytest $(TEST_FLAGS) \
+	$(BIN)/python -m pytest $(TEST_FLAGS) \
 	  $(or $(COURSE_TESTS),-m "not stress and not real")
 
 bench: .venv/ready
@@ -92,10 +95,15 @@ estimate: .venv/ready
 max-seq-len: .venv/ready
 	$(BIN)/python figures/longest.py
 
-# STEP=3: one of its steps. DEVICE=cpu: a rehearsal. OUT=DIR: where its files go.
+# STEP=3: one of its steps. DEVICE=cpu: a rehearsal. OUT=DIR: where its files go. SMOLLM2=DIR: the
+# model's directory, where it can neither be fetched nor is in the cache.
+GPU = $(BIN)/python figures/gpu.py $(if $(filter cpu,$(DEVICE)),--device cpu) \
+  $(if $(OUT),--out "$(OUT)") $(if $(SMOLLM2),--smollm2 "$(SMOLLM2)")
 gpu: .venv/ready
-	$(BIN)/python figures/gpu.py $(if $(filter cpu,$(DEVICE)),--device cpu) \
-	  $(if $(STEP),--step $(STEP)) $(if $(OUT),--out "$(OUT)")
+	$(GPU) $(if $(STEP),--step $(STEP))
+
+gpu-long: .venv/ready
+	$(GPU) --long
 
 report: .venv/ready
 	$(BIN)/python figures/report.py
@@ -127,25 +135,32 @@ COURSE := s/^transformers==.*/transformers==4.48.3/; s/^peft==.*/peft==0.14.0/
 	@command -v $(PYTHON) >/dev/null || { echo "error: PYTHON=$(PYTHON): no such program" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
 	  "error: Python 3.11 or later is needed: make PYTHON=python3.12 ...")'
-	@set -e; dir=$(@D); pins=$$(mktemp); trap 'rm -f "$$pins"' EXIT; trap 'exit 130' INT TERM; \
-	sed '$(PINS)' requirements.txt > "$$pins"; \
-	: "that of a virtual environment is not seen from another one"; \
-	if torch=$$($(PYTHON) -c 'import sys, torch; v = torch.__version__; print(v); \
-	    assert tuple(map(int, v.split(".")[:2])) >= (2, 6) and sys.prefix == sys.base_prefix' \
-	    2>/dev/null); then \
-	  echo "$$dir: using the PyTorch $$torch of $(PYTHON)"; \
-	  sed -i.bak '/^torch==/d' "$$pins"; rm -f "$$pins.bak"; site=--system-site-packages; \
+	@set -e; dir=$(@D); pins=$$(mktemp); said=$$(mktemp); trap 'rm -f "$$pins" "$$said"' EXIT; \
+	trap 'exit 130' INT TERM; sed '$(PINS)' requirements.txt > "$$pins"; site=; folders=; \
+	if found=$$($(PYTHON) launch/packages.py torch $$dir 2>/dev/null); then \
+	  echo "$$dir: using the PyTorch $$(echo "$$found" | sed -n 1p) of $(PYTHON)"; \
+	  sed -i.bak '/^torch==/d' "$$pins"; rm -f "$$pins.bak"; \
+	  folders=$$(echo "$$found" | sed 1d); test -n "$$folders" || site=--system-site-packages; \
 	else \
-	  echo "$$dir: installing $$(grep ^torch== "$$pins") and the rest"; site=; \
+	  echo "$$dir: installing $$(grep ^torch== "$$pins") and the rest"; \
 	fi; \
 	if $(PYTHON) -m venv --clear $$site $$dir >/dev/null 2>&1; then \
-	  $$dir/bin/python -m pip install -q -r "$$pins"; \
+	  pip="$$dir/bin/python -m pip"; \
 	else \
 	  $(PYTHON) -m pip --version >/dev/null 2>&1 || { echo "error: $(PYTHON) has neither ensurepip" \
 	    "nor pip: install python3-venv (Debian, Ubuntu), or name another with PYTHON=" >&2; exit 1; }; \
 	  $(PYTHON) -m venv --clear --without-pip $$site $$dir; \
-	  $(PYTHON) -m pip --python $$dir/bin/python install -q -r "$$pins"; \
+	  pip="$(PYTHON) -m pip --python $$dir/bin/python"; \
 	fi; \
+	: "the packages of another virtual environment, behind those that are installed here"; \
+	: "(a new environment's own setuptools, older than PyTorch wants, would hide theirs)"; \
+	if test -n "$$folders"; then \
+	  $$pip uninstall -q -y setuptools >/dev/null 2>&1 || :; \
+	  echo "$$folders" > "$$($$dir/bin/python -c \
+	    'import sysconfig; print(sysconfig.get_path("purelib"))')/of_another_python.pth"; \
+	fi; \
+	$$pip install -q -r "$$pins" 2> "$$said" || \
+	  $$dir/bin/python launch/packages.py enough "$$said" || { cat "$$said" >&2; exit 1; }; \
 	test -x $$dir/bin/torchrun || printf '#!/bin/sh\nexec "$$(dirname "$$0")/python" -m %s "$$@"\n' \
 	  torch.distributed.run > $$dir/bin/torchrun && chmod +x $$dir/bin/torchrun; \
 	pwd -P > $@

@@ -13,6 +13,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from canvas import finish
 from claims import TASK
@@ -261,6 +262,9 @@ def draw_gpu(data, records, path):
             right.plot(record["step_s"], 2 * record["layers"], "x", color=line.get_color())
     right.set(xscale="log", xlabel="seconds; x: extrapolated", title="a step, layer by layer",
               ylabel="layers done, forward and backward")  # fmt: skip
+    right.xaxis.set_minor_formatter(NullFormatter())
+    right.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    right.xaxis.set_major_formatter("{x:g}")
     if steps:
         right.legend(frameon=False, fontsize=8)
     finish(figure, (left, right), "make gpu", data, path)

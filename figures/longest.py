@@ -4,9 +4,10 @@
     python figures/longest.py --budgets 64 --only ours --ranks 1 4
     python figures/longest.py --model random/llama-3.2-1b --dtype bfloat16 --device cuda --only ours
 
-For each contender: a closed-form estimate, from the tensors that it holds when it holds most; then
-runs in fresh processes, whose memory beyond the loaded model is limited, so that what does not fit
-fails. Lengths go up and down from the estimate until one fits and one 5 % longer does not.
+For each contender: a closed-form estimate, from the tensors that it holds when it holds most, and
+on a GPU from how PyTorch lays these into memory; then runs in fresh processes, whose memory beyond
+the loaded model is limited, so that what does not fit fails. Lengths go up and down from the
+estimate until one fits and one 5 % longer does not.
 """
 
 import argparse
@@ -21,6 +22,7 @@ sys.path.insert(0, str(HERE.parent / "tasks"))
 import torch
 import transformers
 
+from formulas import up
 from memory.finetune import default_tile_mib
 from records import add, machine, resume, threads_of, torchrun
 from utils.environment import count_gpus
@@ -30,6 +32,7 @@ from utils.models import Source
 from utils.presets import PRESETS
 
 MODELS, PROMPT, GRAIN, STEPS = [f"random/{name}" for name in PRESETS], 32, 1.05, 3
+UNEVEN = 0.8  # of a budget tensors fill on a GPU: the rest is between them
 # What libraries keep for themselves, and what small tensors add up to: seen, not counted. More of
 # it where operators pass through Python to be told apart.
 OTHER = 8 * 2**20
@@ -38,59 +41,82 @@ OTHER_SELECTIVE = 13 * 2**20
 
 # ---------------------------------------------------------------- the contenders
 
+# A contender is told as moments in which it may hold most, {moment: [(how many, bytes a token of
+# each), ...]}: its tensors of that moment. A moment whose name begins with TILE holds a tile, too.
+# w: bytes of what is float32 at least; a softmax's log-sum-exps always are.
+TILE = "a tile of"
 
-def hugging_face(c, ranks, e, checkpointing):
-    """Bytes a token when the loss is differentiated: what all layers keep, and three times logits.
+
+def hugging_face(c, ranks, e, on_gpu, checkpointing):
+    """When the loss is differentiated: what all layers keep, and three times logits.
 
     With frozen weights a linear layer keeps nothing. Kept are the inputs of two norms; q and k
     after RoPE, v, and attention's output; the MLP's gate, its activation, and what it multiplies.
     The logits' log-softmax, its gradient, and theirs.
     """
     H, F, V, ND, KD = sizes(c)
-    layer = H if checkpointing else 2 * H + 2 * ND + 2 * KD + 3 * F
-    return e * (c.num_hidden_layers * layer + 3 * H) + max(e, 4) * 3 * V
+    w, L = max(e, 4), c.num_hidden_layers
+    layers = [(2 * L, w * H), (2 * L, e * ND), (2 * L, e * KD), (3 * L, e * F)]
+    layers = [(L, e * H)] if checkpointing else layers
+    return {"the loss's backward": [*layers, (3, e * H), (3, w * V)]}
 
 
-def ours(c, ranks, e, left_out):
-    """Bytes for each of a rank's own tokens when the last layer's backward holds most."""
+def ours(c, ranks, e, on_gpu, left_out=()):
+    """For each of a rank's own tokens: two moments, and what is left out makes a third."""
     H, F, V, ND, _ = sizes(c)
     L, D, groups = c.num_hidden_layers, c.head_dim, "head-groups" not in left_out
-    N, K = c.num_attention_heads, c.num_key_value_heads
-    # Attention's outputs and their log-sum-exps; the layer's input.
-    kept = L * (ND + N) + H
-    if "offload" in left_out:  # two on their way to the host, or back, and the one that is used
-        kept = min(3, L) * (ND + N) + 2 * H
-    # Heads in flight, on all ranks together.
+    N, K, w = c.num_attention_heads, c.num_key_value_heads, max(e, 4)
+    # Heads in flight, on all ranks together, and how often.
     n, k = (max(N // K, ranks), ranks) if groups else (N, max(K, ranks))
-    # The gradients behind the layer and of attention's outputs; q, k, v; dq; dk and dv, as the
-    # kernel gives them for each query head, and summed.
-    most = H + ND + (4 * n + (4 if n > k else 2) * k) * D
+    rounds = up(N, n)
+    # Of each layer attention's outputs, a tensor a round, and their log-sum-exps.
+    kept, a_layer = L, [(rounds, e * n * D), (rounds, w * n)]
+    if "offload" in left_out:  # on their way to the host, or back, and the one that is used
+        kept = min(2, L)
+    layers = [(kept * many, size) for many, size in a_layer]
+    hidden = 1, e * H  # of all of a rank's tokens
+    # The last layer's backward: its input; the gradients behind it, and of attention's outputs; q,
+    # k and v in one piece; dq; dk and dv, as the kernel gives them for each query head, and summed.
+    backward = [*layers, hidden, hidden, (rounds, e * n * D), (1, e * (n + 2 * k) * D)]
+    backward += [(3, e * n * D)] + [(2, e * k * D)] * (n > k)
     if k > ranks:  # several KV heads of a rank, each repeated for its query heads
-        most += 2 * n * D
+        backward += [(2, e * n * D)]
+    if on_gpu and e < 4:  # FlashAttention's own: dq in float32, and a number a token and head
+        backward += [(1, w * n * D), (1, w * n)]
+    # The end of the loss: embeddings, the last layer's input and output, and its gradient; once
+    # the last tile is gone, a copy of the gradient.
+    if "offload" in left_out:  # that input is on its way to the host, and one layer's outputs
+        layers = a_layer
+    loss = [*layers, *[hidden] * 4]
+    moments = {"attention's backward": backward, f"{TILE} the loss": loss,
+               "the loss's gradient": [*loss, hidden]}  # fmt: skip
     if "saved-outputs" in left_out:
         # All layers' inputs. For one round: the gradients behind the layer, before it, and of all
         # outputs; q, k and v in one piece, and sent; the output, and gradients of it, q, k and v.
-        kept = L * H
-        most = 2 * H + ND + 2 * (n + 2 * k) * D + 5 * n * D
+        moments = {"attention's backward": [
+            (L + 2, e * H), (1, e * ND), (2, e * (n + 2 * k) * D), (5, e * n * D)]}  # fmt: skip
     if "tiled-loss" in left_out:  # three times logits; x and its gradient, before and behind a norm
-        most = max(most, 3 * V * max(e, 4) // e + 4 * H)
+        moments["the loss's backward"] = [*layers, hidden, (3, w * V), (4, e * H)]
     if "tiled-mlp" in left_out:
         # d, do, o; gate, its activation, what it multiplies, and gradients; the norm's, and y.
-        most = max(most, H + 2 * ND + 6 * F + 3 * H)
-    return e * (kept + most)
+        moments["the MLP's backward"] = [*layers, (5, e * H), (2, e * ND), (6, e * F)]
+    return moments
 
 
-def selective(c, ranks, e):
-    """Bytes for each of a rank's tokens in the backward of the last layer's attention.
+def selective(c, ranks, e, on_gpu):
+    """In the backward of the last layer's attention.
 
     Kept are layers' inputs, attention's outputs and their log-sum-exps. Then, the layer being run
     again: q, k and v in one piece, keys and values repeated for their queries; the gradients behind
     the layer and before it, of the outputs, and of q, k and v as the kernel gives them.
     """
     H, _, _, ND, KD = sizes(c)
-    kept = c.num_hidden_layers * (H + ND + c.num_attention_heads)
-    repeated = 2 * ND if KD < ND else 0
-    return e * (kept + ND + 2 * KD + repeated + 2 * H + ND + 3 * ND)
+    L, N, w = c.num_hidden_layers, c.num_attention_heads, max(e, 4)
+    moment = [(L, e * H), (L, e * ND), (L, w * N), (1, e * (ND + 2 * KD)), (2, e * H), (4, e * ND)]
+    moment += [(2, e * ND)] * (KD < ND)
+    if on_gpu and e < 4:
+        moment += [(1, w * ND), (1, w * N)]
+    return {"attention's backward": moment}
 
 
 def sizes(c):
@@ -101,13 +127,15 @@ def sizes(c):
 
 TRICKS = ("saved-outputs", "tiled-loss", "tiled-mlp", "head-groups")
 LEFT_OUT = {f"ours, no {trick}": trick for trick in TRICKS}
+SEGMENTS = "ours, expandable segments"
 CONTENDERS = {
-    # name: (bytes a token, flags)
+    # name: (its moments, flags)
     "Hugging Face + PEFT": (lambda *a: hugging_face(*a, False), []),
     "with checkpointing": (lambda *a: hugging_face(*a, True), ["--gradient-checkpointing"]),
     # PyTorch's own, of the layers; loss and MLP in parts as ours.
     "selective checkpoint": (selective, ["--selective-checkpoint", "--no-head-groups"]),
-    "ours": (lambda *a: ours(*a, ()), []),
+    "ours": (ours, []),
+    SEGMENTS: (ours, []),  # by an allocator that grows a segment: see `estimate`
     "ours, offload": (lambda *a: ours(*a, ("offload",)), ["--offload"]),
     **{
         name: (lambda *a, t=trick: ours(*a, (t,)), [f"--no-{trick}"])
@@ -117,7 +145,72 @@ CONTENDERS = {
 
 
 PLAIN = "Hugging Face + PEFT", "with checkpointing"  # nothing of theirs is in parts
-ON_GPU = ("ours, offload",)  # the others, anywhere
+ON_GPU = "ours, offload", SEGMENTS  # the others, anywhere
+
+
+def a_token(name, c, ranks, e, on_gpu=False):
+    """Bytes of tensors for each of a rank's tokens, in the moment in which they are most."""
+    moments = CONTENDERS[name][0](c, ranks, e, on_gpu).values()
+    return max(sum(many * size for many, size in moment) for moment in moments)
+
+
+def segments(moment, tokens):
+    """Bytes that PyTorch's CUDA allocator takes for a moment's tensors.
+
+    It lays tensors of up to 1 MiB into segments of 2 MiB, of less than 10 MiB into segments of 20;
+    a larger one has its own, of a multiple of 2 MiB. (c10/cuda/CUDACachingAllocator.) Of 5 MiB and
+    a little each, 3 fit into 20: a quarter is lost. Here a segment holds tensors of one kind.
+    """
+    total = 0
+    for many, size in moment:
+        size = up(size * tokens, 512) * 512
+        segment = 2 if size <= 2**20 else 20 if size < 10 * 2**20 else 2 * up(size, 2**21)
+        total += up(many, segment * 2**20 // size) * segment * 2**20
+    return total
+
+
+def tensors(moment, tokens):
+    """Bytes of a moment's tensors themselves."""
+    return sum(many * size for many, size in moment) * tokens
+
+
+def most(name, c, e, tokens, tile, count=segments, on_gpu=True):
+    """Bytes that one rank takes beyond the model for so many tokens; tile: bytes of one."""
+    moments = CONTENDERS[name][0](c, 1, e, on_gpu)
+    return max(count(moment, tokens) + tile * what.startswith(TILE)
+               for what, moment in moments.items())  # fmt: skip
+
+
+def other(name):
+    return OTHER_SELECTIVE if name == "selective checkpoint" else OTHER
+
+
+def tile_of(name, budget, device):
+    """Bytes of a tile where there is a budget in bytes; nothing of the plain ones is in tiles."""
+    return default_tile_mib(device, budget) * 2**20 * (name not in PLAIN)
+
+
+def expected(name, c, e, tokens, budget, device):
+    """Bytes of tensors that a GPU's rank takes for so many tokens, and what libraries keep."""
+    return most(name, c, e, tokens, tile_of(name, budget, device), tensors) + other(name)
+
+
+def estimate(name, c, ranks, e, budget, device):
+    """Positions that fit into a budget in bytes on each rank.
+
+    On a GPU the limit is on segments, which the allocator makes; expandable ones are as large as
+    what is in them. On a CPU every large tensor is a mapping of its own, of pages.
+    """
+    tile, room = tile_of(name, budget, device), budget - other(name)
+    if device.type == "cpu":
+        return int((room - tile) / a_token(name, c, ranks, e)) * ranks
+    count = tensors if name == SEGMENTS else segments
+    fewest, too_many = 0, room  # a token takes a byte at least
+    while too_many - fewest > 1:
+        middle = (fewest + too_many) // 2
+        fits = most(name, c, e, middle, tile, count) <= room
+        fewest, too_many = (middle, too_many) if fits else (fewest, middle)
+    return fewest * ranks
 
 
 def command(name, length, budget, model):
@@ -138,9 +231,12 @@ def fits(name, ranks, length, budget, model):
     """The record of a run of STEPS, on a GPU of one; or None where memory ran out."""
     begin = time.monotonic()
     script, *flags = command(name, length, budget, model)
+    # (PyTorch before 2.9 knows the longer name only.)
+    conf = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF") if name == SEGMENTS else ()
     record, job = torchrun(
         script, ranks, *flags, threads=threads_of(ranks), stderr=subprocess.STDOUT,
         THP_MEM_ALLOC_ENABLE="0", MALLOC_MMAP_THRESHOLD_="65536", MALLOC_ARENA_MAX="1",
+        **dict.fromkeys(conf, "expandable_segments:True"),
     )  # fmt: skip
     said, took = "fits" if record else "does not fit", time.monotonic() - begin
     print(f"    {length} positions: {said} ({took:.0f} s)", flush=True)
@@ -150,13 +246,26 @@ def fits(name, ranks, length, budget, model):
     return record
 
 
+def used(record):
+    """Bytes that a rank's tensors took beyond the loaded model, of the rank that took most."""
+    results = record["results"]
+    both = zip(results["idle_memory_bytes"], results["peak_memory_bytes"], strict=True)
+    return max(peak - idle for idle, peak in both)
+
+
 def search(name, ranks, budget, estimate, model=()):
-    """The longest length that fits while GRAIN times as much does not, and its record."""
+    """The longest length that fits while GRAIN times as much does not, and its record.
+
+    The first run is of the estimate; if it is good, the second, GRAIN away, is the last. Where far
+    less of the budget was used than there is, the next length is longer in proportion.
+    """
     length, best, too_long, stride = max(estimate, PROMPT + 2 * ranks), None, None, GRAIN
     while best is None or too_long is None or too_long > best[0] * GRAIN + 1:
         record = fits(name, ranks, length, budget, model)
         if record:
             best = length, record
+            if (room := UNEVEN * budget * 2**20 / max(1, used(record))) > 1.5:
+                stride = max(stride, min(room, 4.0))
         else:
             too_long = length
         if best and too_long:
@@ -209,24 +318,19 @@ def main():
             if (name in LEFT_OUT and not smallest) or (name in ON_GPU and args.device == "cpu"):
                 continue
             for ranks in args.ranks if name == "ours" and smallest else [1]:
-                a_token = CONTENDERS[name][0](config, ranks, element)
-                tile = default_tile_mib(device, budget * 2**20) * (name not in PLAIN)
-                other = OTHER_SELECTIVE if name == "selective checkpoint" else OTHER
-                estimate = int(((budget - tile) * 2**20 - other) / a_token) * ranks
-                print(f"{name}, {ranks} rank(s), {budget} MiB: {a_token / 1024:.1f} KiB a token of "
-                      f"a rank, estimate {estimate}", flush=True)  # fmt: skip
-                found, record = search(name, ranks, budget, estimate, model)
-                print(
-                    f"  found {found}, {found / max(estimate, 1):.2f} of the estimate", flush=True
-                )
+                counted = a_token(name, config, ranks, element, args.device == "cuda")
+                positions = estimate(name, config, ranks, element, budget * 2**20, device)
+                print(f"{name}, {ranks} rank(s), {budget} MiB: {counted / 1024:.1f} KiB a token of "
+                      f"a rank, estimate {positions}", flush=True)  # fmt: skip
+                found, record = search(name, ranks, budget, positions, model)
+                share = found / max(positions, 1)
+                print(f"  found {found}, {share:.2f} of the estimate", flush=True)
                 key = {"contender": name, "world_size": ranks, "budget_mib": budget}
-                entry = {"estimate": estimate, "found": found, "predicted_bytes": a_token,
+                entry = {"estimate": positions, "found": found, "predicted_bytes": counted,
                          "threads": threads_of(ranks)}  # fmt: skip
                 if record:
-                    results = record["results"]
-                    idle, peak = results["idle_memory_bytes"], results["peak_memory_bytes"]
-                    used = max(b - a for a, b in zip(idle, peak, strict=True))
-                    entry |= {"measured_bytes": used * ranks / found, "step_s": results["step_s"]}
+                    entry |= {"measured_bytes": used(record) * ranks / found,
+                              "step_s": record["results"]["step_s"]}  # fmt: skip
                 add(args.output, whole, key, entry)
     print(f"wrote {args.output}")
 

@@ -21,6 +21,7 @@ import torch
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "tasks"))
 
+from longest import most, tensors
 from memory import saved_outputs
 from memory.finetune import adapter_config, default_tile_mib, load
 from memory.long_sequence import Techniques, possible
@@ -128,7 +129,13 @@ def measure(run, args, path):
         except OverTime:
             run.print0(f"note: stopped after {args.limit} s; the rest is not measured")
 
+    on_gpu, weights = run.device.type == "cuda", sum(p.nbytes for p in model.parameters())
+    name = "ours, offload" if args.offload and on_gpu else "ours"
+    beyond = most(name, config, run.dtype.itemsize, args.positions, tile, tensors, on_gpu)
+    record["predicted_bytes"] = weights + beyond  # of tensors, as is the peak on a GPU
     record["peak_bytes"] = peak_memory_of_process(run.device, step)
+    if on_gpu:
+        record["reserved_bytes"] = torch.cuda.max_memory_reserved()
     write()
     said = "nothing of the backward" if record["step_s"] is None else f"{record['step_s']:.1f} s"
     run.print0(f"a step of {args.positions:,} positions: {said}"

@@ -40,8 +40,10 @@ def main():
     torch.backends.cuda.enable_cudnn_sdp(False)  # as in the scripts that it is compared with
     torch.manual_seed(1337)
     config = LlamaConfig(**PRESETS[args.model.removeprefix("random/")])
+    torch.set_default_dtype(getattr(torch, args.dtype))  # made in another, it would leave holes
     with torch.device(args.device):
-        model = LlamaForCausalLM(config).to(getattr(torch, args.dtype))
+        model = LlamaForCausalLM(config)
+    torch.set_default_dtype(torch.float32)
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     model = get_peft_model(model, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=32))

@@ -292,6 +292,8 @@ TABLES = {  # name in its page: (made by, of)
     "sequence": (sequence, "sequence_speed.json"),
     "sequence_4": (sequence, "sequence_speed_4.json"),
     "gpu": (gpu.table, "gpu/gpu.json"),
+    "gpu_tasks": (gpu.tasks_table, "gpu/gpu.json"),
+    "gpu_long": (gpu.long_table, "gpu/gpu.json"),
 }
 
 
@@ -299,7 +301,7 @@ def filled_in():
     """{page: its text with its tables made anew}."""
     texts = {page: page.read_text() for page in PAGES}
     for name, (make, file) in TABLES.items():
-        path = HERE / file  # there is none of a GPU yet
+        path = HERE / file  # of a GPU there need not be one
         lines = make(json.loads(path.read_text()) if path.exists() else None)
         begin = f"<!-- {name}, by figures/report.py of figures/{file} -->\n"
         end = f"<!-- end of {name} -->\n"

@@ -11,7 +11,7 @@ from itertools import chain, pairwise
 import torch
 
 from formulas import Rank, dtensor_loss, plain_loss, split_loss, step, up
-from longest import ours
+from longest import a_token
 from memory.finetune import default_tile_mib
 from memory.head_groups import plan_rounds
 from pipeline_llama import BY_HAND
@@ -90,7 +90,7 @@ def finetuning(work, P):
     """
     weights = work.parameters() * work.e
     tile = default_tile_mib(torch.device("cpu")) * 2**20
-    kept = ours(work.config, P, work.e, ()) * up(work.T, P)
+    kept = a_token("ours", work.config, P, work.e) * up(work.T, P)
     rounds = chain.from_iterable(plan_rounds(work.config, P, True))
     heads = sum(stop - first for queries_and_keys in rounds for first, stop in queries_and_keys)
     sent = work.L * (P - 1) / P * up(work.T, P) * work.D * 6 * heads * work.e

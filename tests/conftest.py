@@ -40,8 +40,11 @@ QUICK = {"test_parts.py", "test_bad_input.py", "test_long_sequence.py", "test_re
 
 
 def pytest_collection_modifyitems(items):
-    """`quick`: some files, and every script once, in float64 on 2 ranks."""
+    """`quick`: some files, and every script once, in float64 on 2 ranks. `gpu`: see pyproject."""
     for item in items:
+        reasons = [mark.kwargs.get("reason", "") for mark in item.iter_markers("skipif")]
+        if any(reason.startswith("no GPU") for reason in reasons):
+            item.add_marker("gpu")
         slow = item.name.startswith("test_other_commands") or item.get_closest_marker("stress")
         once = item.name.startswith("test_float64[") and item.name.endswith("-2]")
         if once or (item.path.name in QUICK and not slow):

@@ -1,13 +1,17 @@
 """Starting the task scripts as a user would, with a timeout, and with nothing left behind."""
 
+import contextlib
 import functools
+import itertools
 import json
 import os
+import queue
 import shutil
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from dataclasses import dataclass
@@ -142,41 +146,79 @@ def torchrun(script, *args, nproc, restarts=0, **kwargs):
 # ---------------------------------------------------------------- many short jobs
 
 
+# An import that asks for GPUs there asks the driver's library, which leaves CUDA as it is.
+UNTOUCHED = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+
+
 class Nursery:
-    """A process that has all imports done, from which ranks are forked (nursery.py)."""
+    """A process that has all imports done, from which ranks are forked (nursery.py).
+
+    env: changes to its environment, which differs from the ranks'. Several threads may use it.
+    """
 
     cpu_s = 0.0  # of its ranks so far
 
-    def __init__(self):
+    def __init__(self, env=None):
         words = [sys.executable, Path(__file__).with_name("nursery.py")]
         self.process = subprocess.Popen(
-            words, env=environment("nursery"), cwd=ROOT, text=True,
+            words, env=environment("nursery", UNTOUCHED | (env or {})), cwd=ROOT, text=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         )  # fmt: skip
+        self.lock, self.numbers, self.waiting = threading.Lock(), itertools.count(), {}
+        threading.Thread(target=self.listen, daemon=True).start()
+
+    def listen(self):
+        """Hand each job's end to who waits for it; None where the process itself is gone."""
+        for line in self.process.stdout:
+            ended = json.loads(line)
+            self.waiting.pop(ended.pop("number")).put(ended)
+        with self.lock:
+            for one in self.waiting.values():
+                one.put(None)
+            self.waiting = None
 
     def run(self, **job):
-        print(json.dumps(job), file=self.process.stdin, flush=True)
-        ended = json.loads(self.process.stdout.readline())
-        Nursery.cpu_s += ended["cpu_s"]
+        mine = queue.SimpleQueue()
+        with self.lock:
+            if self.waiting is None:
+                raise RuntimeError("the process that ranks are forked from is gone")
+            number = next(self.numbers)
+            self.waiting[number] = mine
+            print(json.dumps({"number": number, **job}), file=self.process.stdin, flush=True)
+        ended = mine.get()
+        if ended is None or "error" in ended:
+            raise RuntimeError(ended["error"] if ended else "where ranks are forked from is gone")
+        with self.lock:
+            Nursery.cpu_s += ended["cpu_s"]
         return ended
+
+    def ranks(self):
+        """The processes of all ranks that are running now."""
+        found = []
+        for job in psutil.Process(self.process.pid).children():
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+                found += job.children()
+        return found
 
 
 nursery = functools.cache(Nursery)  # started where it is needed, once
 
 
-def ranks(path, *args, nproc, folder, timeout=300, torchrun=True, env=None, each=None):
+def ranks(path, *args, nproc, folder, timeout=300, torchrun=True, env=None, each=None, mother=None):
     """A script's ranks without torchrun, forked from a process with all imports done.
 
+    Saves the seconds that every start costs, where many jobs are needed. Ends like torchrun: when
+    one rank fails, the others are killed. Returns a Result with the worst exit code.
+
     torchrun: whether they see what torchrun would set; else it is as after plain `python`. env:
-    changes to that. each: [flags, ...] of each rank, instead of args for all. Saves
-    the seconds that every start costs, where a test needs many jobs. Ends like torchrun: when one
-    rank fails, the others are killed. Returns a Result with the worst exit code.
+    changes to that. each: [flags, ...] of each rank, instead of args for all. mother: the Nursery;
+    default the tests' own.
     """
     STARTED.add(Path(path).stem)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    mother, job, environments = nursery(), uuid.uuid4().hex, []
+    mother, job, environments = mother or nursery(), uuid.uuid4().hex, []
     for rank in range(nproc):
         own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc}
         own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}

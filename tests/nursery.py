@@ -1,8 +1,12 @@
 """A process that has imported what the scripts import, and forks the ranks of jobs from itself.
 
-`launch.ranks` starts it and sends it jobs, each a line of JSON. A rank begins where a fresh Python
-would be after those imports. The scripts' own modules are never among them: each rank imports them
-anew, from the folder of the script that it runs.
+`launch.ranks` and `make gpu` start it and send it jobs, each a line of JSON. A rank begins where a
+fresh Python would be after those imports. The scripts' own modules are never among them: each rank
+imports them anew, from the folder of the script that it runs.
+
+Several jobs may run at once: each has a process of its own here, which forks its ranks, waits for
+them and prints how they ended. CUDA must not be touched before a fork, for then no rank could use
+it: the mother looks at no GPU, and checks that no import has.
 """
 
 import gc
@@ -21,20 +25,51 @@ PRELOADED = [
     "transformers.models.llama.modeling_llama", "tokenizers", "peft", "filelock", "psutil",
     "safetensors.torch", "huggingface_hub",
 ]  # fmt: skip
+TOUCHED = "an import has started CUDA: no rank could use it"
 GRACE_S = 0.2  # in which the other ranks tell their part, once one has failed
+STACKS_S = 1.0  # in which ranks that took too long print where they stand (see `utils.job`)
 
 
 def main():
     for name in PRELOADED:
         __import__(name)
+    check_untouched()
     gc.collect()
     gc.freeze()  # so that a rank's collector does not touch, and copy, all of this
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody here waits for what a job's process is
+    mother = os.getpid()
     for line in sys.stdin:
-        print(json.dumps(run(**json.loads(line))), flush=True)
+        if os.fork() == 0:
+            look_after(json.loads(line), mother)
 
 
-def run(path, words, environments, folder, timeout):
-    """One job: its ranks' exit codes (None where it had to be killed) and CPU seconds."""
+def check_untouched():
+    """Fail where an import has started CUDA: a process that is forked then cannot use it."""
+    import torch
+
+    assert not torch.cuda.is_initialized(), TOUCHED
+
+
+def look_after(job, mother):
+    """A job's own process: run it, print how it ended, and end."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    number = job.pop("number")
+    try:
+        import torch
+
+        assert not torch.cuda._is_in_bad_fork(), TOUCHED  # the driver's part of it, as a child sees
+        ended = run(**job, mother=mother)
+    except BaseException:
+        ended = {"error": traceback.format_exc()[-2000:]}
+    os.write(1, (json.dumps({"number": number, **ended}) + "\n").encode())  # whole, in one piece
+    os._exit(0)
+
+
+def run(path, words, environments, folder, timeout, mother):
+    """One job: its ranks' exit codes (None where it had to be killed) and CPU seconds.
+
+    Ranks that are late print their stacks before they are killed. If the mother ends, so do they.
+    """
     begin = time.monotonic()
     living, codes, cpu_s = {}, [None] * len(words), 0.0
     for rank, (of_rank, environment) in enumerate(zip(words, environments, strict=True)):
@@ -49,10 +84,14 @@ def run(path, words, environments, folder, timeout):
             codes[rank] = codes[rank] if killed else code
             if code and not killed:
                 until = min(until, now + GRACE_S)
-        elif now < until:
+        elif now < until and os.getppid() == mother:
             time.sleep(0.003)
         else:
             killed = True
+            if not any(codes):  # none has failed: they hang, or have too much to do
+                for process in living:
+                    os.kill(process, signal.SIGUSR1)
+                time.sleep(STACKS_S)
             for process in living:
                 os.kill(process, signal.SIGKILL)
     return {"codes": codes, "cpu_s": cpu_s, "late": killed}

@@ -6,6 +6,7 @@ That they change no gradient is checked by the script itself, here on 1 to 4 ran
 import contextlib
 import copy
 import json
+import sys
 from functools import partial
 from types import SimpleNamespace
 
@@ -23,6 +24,10 @@ from memory.finetune import ALONE
 from memory.head_groups import plan_rounds
 from memory.long_sequence import Techniques, possible, sequence_loss
 from utils.float64 import compute_in_float64
+from utils.memory_profile import record_memory
+
+sys.path.append(str(launch.ROOT / "figures"))
+import longest
 
 SCRIPT = launch.TASKS / "ulysses_finetune.py"
 
@@ -267,6 +272,26 @@ def test_memory_does_not_grow_with_the_logits(tmp_path):
         results = json.loads(path.read_text())["results"]
         peaks.append(results["peak_memory_bytes"][0] - results["idle_memory_bytes"][0])
     assert peaks[1] - peaks[0] < 300 * 32000 * 4 / 2, peaks
+
+
+def test_what_is_held_most(alone):
+    """Where hidden states are wide it is at the end of the loss: five of them, as is estimated."""
+    H, S = 1024, 256
+    sizes = dict(hidden_size=H, intermediate_size=64, vocab_size=61, head_dim=32)
+    sizes |= dict(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4)
+    model = LlamaForCausalLM(LlamaConfig(**sizes)).train().requires_grad_(False)
+    prompt, targets = torch.zeros(1, 1, H, requires_grad=True), torch.randint(61, (1, S))
+    techniques = Techniques(tile_tokens=32)
+
+    def step():
+        embeddings = partial(torch.mul, torch.ones(1, S, 1), prompt)
+        sequence_loss(model, embeddings, targets, S, alone, techniques).backward()
+
+    blocks = list(record_memory(step, torch.device("cpu"))[1].values())
+    assert blocks.count(4 * H * S) == 5
+    assert sum(blocks) == pytest.approx(S * max(
+        longest.tensors(moment, 1) for moment in longest.ours(model.config, 1, 4, False).values()
+    ), rel=0.02)  # fmt: skip
 
 
 @pytest.mark.parametrize(

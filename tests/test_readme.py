@@ -173,6 +173,59 @@ def test_make_demo(tmp_path):
     assert "DTYPE=float64" in result.out and "make test-real" in result.out, result.tail()
 
 
+PINS = dict(re.findall(r"^([\w-]+)==(.*)$", (launch.ROOT / "requirements.txt").read_text(), re.M))
+OTHER_PINS = re.findall(r"^([a-z_]+)$", (launch.ROOT / "requirements.txt").read_text(), re.M)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({}, None),
+        ({"transformers": "4.50.0", "ruff": None, "pytest-xdist": None},
+         "(No matching distribution found for transformers=={transformers}): going on with torch "
+         "{torch}, transformers 4.50.0, peft {peft}; without pytest-xdist: tests run one after "
+         "another; without ruff: no make lint"),
+        ({"peft": None, "transformers": "4.40.0"}, "transformers 4.48.3, peft 0.14.0"),
+    ],
+)  # fmt: skip
+def test_environment_of_another(changed, said, tmp_path):
+    """Offline, with the Python of a virtual environment: what that has is used, nothing fetched."""
+    for name in ("Makefile", "requirements.txt", "launch"):
+        (tmp_path / name).symlink_to(launch.ROOT / name)
+    other = tmp_path / "other"
+    launch.run([sys.executable, "-m", "venv", "--without-pip", other])
+    (site,) = other.glob("lib/python*/site-packages")
+    versions = PINS | dict.fromkeys(OTHER_PINS, "1.0") | changed
+    for name, version in versions.items():
+        if version:
+            info = site / f"{name.replace('-', '_')}-{version}.dist-info"
+            info.mkdir()
+            (info / "METADATA").write_text(
+                f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+            )
+    (site / "torch.py").write_text(f"__version__ = '{PINS['torch']}+made.up'\n")
+    offline = {"PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": "/dev/null", "PIP_FIND_LINKS": ""}
+    make = ["make", ".venv/ready", f"PYTHON={other / 'bin' / 'python'}"]
+    result = launch.run(make, cwd=tmp_path, env=offline)
+    assert f".venv: using the PyTorch {PINS['torch']}+made.up of " in result.out, result.tail()
+    python = tmp_path / ".venv" / "bin" / "python"
+    refused = "peft" in changed
+    if refused:
+        lines = [line for line in result.errors() if said in line]
+        assert result.code == 2 and len(lines) == 1, result.tail()
+        assert not (tmp_path / ".venv" / "ready").exists()
+        return
+    assert result.code == 0 and not result.err, result.tail()
+    assert result.out.count("note: ") == bool(said), result.tail()
+    assert not said or said.format(**PINS) in result.out, result.tail()
+    found = launch.run([python, "-c", "import torch; print(torch.__file__)"])
+    assert found.out.strip() == str(site / "torch.py"), found.tail()
+    assert (tmp_path / ".venv" / "bin" / "torchrun").exists()
+    # Made anew by itself, as where it is active, it would look for PyTorch in its own past.
+    again = launch.run([python, "launch/packages.py", "torch", ".venv"], cwd=tmp_path)
+    assert again.code == 1 and not again.out, again.tail()
+
+
 def test_tables():
     """They are what figures/report.py makes of the committed records, of which all passed."""
     assert all(TEXTS[page] == text for page, text in report.filled_in().items())

@@ -127,16 +127,18 @@ def ratio(ours, theirs):
 def limited_memory(device, budget):
     """Within it, this process gets no more than `budget` bytes beyond what it has; None: no limit.
 
-    What does not fit fails as it does when a device is full. On CUDA the allocator's, on Linux the
-    limit of a process's private memory: every large tensor is a mapping of its own then, which goes
-    back at once when freed. (Set THP_MEM_ALLOC_ENABLE=0, else each is rounded up to 2 MiB.)
+    What does not fit fails as it does when a device is full. On CUDA the limit is the allocator's,
+    on the segments that it holds, with what is lost between tensors; what is free in those of the
+    tensors there are counts as budget. On Linux it is that of a process's private memory: every
+    large tensor is a mapping of its own then, which goes back at once when freed. (Set
+    THP_MEM_ALLOC_ENABLE=0, else each is rounded up to 2 MiB.)
     """
     if budget is None:
         yield
     elif device.type == "cuda":
         torch.cuda.empty_cache()
         total = torch.cuda.get_device_properties(device).total_memory
-        held = torch.cuda.memory_reserved()
+        held = torch.cuda.memory_allocated()
         torch.cuda.set_per_process_memory_fraction(min(1.0, (held + budget) / total))
         try:
             yield
