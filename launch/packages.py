@@ -9,7 +9,7 @@ import os
 import re
 import sys
 
-OLDEST = {"torch": "2.6", "transformers": "4.48.3", "peft": "0.14.0"}
+OLDEST = {"torch": "2.7", "transformers": "4.48.3", "peft": "0.14.0"}
 NEEDED = [*OLDEST, "pytest", "filelock", "huggingface_hub", "packaging", "psutil", "safetensors",
           "tokenizers", "tqdm"]  # fmt: skip
 WITHOUT = {"pytest-xdist": "tests run one after another", "matplotlib": "nothing is drawn",

@@ -636,7 +636,7 @@ def test_two_jobs_at_once(tmp_path):
 
 def test_other_versions(tmp_path):
     """Libraries older or newer than tested: said in one line, and the run goes on."""
-    plant(tmp_path, "environment.py", '("4.48.3", "5.24.0")', '("1.0", "2.0")')
+    plant(tmp_path, "environment.py", '("4.48.3", "5.24.0"), "peft"', '("1.0", "2.0"), "peft"')
     args = QUICK["tp_mlp"]
     result = launch.ranks(tmp_path / "tp_mlp.py", *args, nproc=2, folder=tmp_path)
     assert result.code == 0 and result.out.count("tested with 1.0 to 2.0") == 1, result.tail()

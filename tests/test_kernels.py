@@ -96,6 +96,14 @@ def test_expanded(device, dtype, masked):
     assert_near(found(qkv, grad, bias, lambda o: o[:, :1].expand_as(o)), exact, dtype)
 
 
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("dtype", NEAR)
+def test_old_cpu_kernel(dtype, masked, monkeypatch):
+    """As with a PyTorch whose kernel wants a KV head for each query head."""
+    monkeypatch.setattr(kernels, "cpu_takes_groups", lambda: False)
+    test_layouts("cpu", dtype, masked)
+
+
 # ---------------------------------------------------------------- a GPU kernel as it reads memory
 
 

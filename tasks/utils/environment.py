@@ -24,7 +24,9 @@ from packaging.version import Version
 
 from utils.shared_memory import neighbourhood
 
-TESTED = {"transformers": ("4.48.3", "5.24.0"), "peft": ("0.14.0", "0.21.2")}  # from, to
+TESTED = {  # from, to
+    "torch": ("2.7", "2.15.0"), "transformers": ("4.48.3", "5.24.0"), "peft": ("0.14.0", "0.21.2"),
+}  # fmt: skip
 
 GPU_FILES = "/dev/nvidia[0-9]*", "/proc/driver/nvidia/gpus/*"
 # From this version on NCCL lets several ranks have one GPU, where this variable is 1.
@@ -257,7 +259,7 @@ def agree(store, rank, world_size, args, device):
     rank's `Sharing`.
     """
     mine = {f"--{name.replace('_', '-')}": str(value) for name, value in vars(args).items()}
-    mine |= {name: version(name) for name in ("torch", *TESTED)} | {"the device": device.type}
+    mine |= {name: version(name) for name in TESTED} | {"the device": device.type}
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     sharing = asdict(Sharing.of_this_rank())
     store.set(f"started/{rank}", json.dumps([mine, gpu, neighbourhood(), sharing]))
@@ -287,6 +289,6 @@ def agree(store, rank, world_size, args, device):
     notes = [several] * (len(gpus) > 1) + [
         f"{name} {mine[name]}; tested with {oldest} to {newest}"
         for name, (oldest, newest) in TESTED.items()
-        if not Version(oldest) <= Version(mine[name]) <= Version(newest)
+        if not Version(oldest) <= Version(Version(mine[name]).public) <= Version(newest)
     ]
     return notes, len(places) == 1 and None not in places, of_ranks

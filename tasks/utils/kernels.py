@@ -4,6 +4,7 @@ log-sum-exps. From these its backward can be run alone, and blocks of it be merg
 Shapes as in `utils/__init__.py`. Source: FlashAttention-2, arXiv 2307.08691, section 3.1.
 """
 
+from functools import cache
 from itertools import accumulate
 
 import torch
@@ -28,6 +29,25 @@ def for_all(keys, heads):
     if keys.shape[1] == 1:
         return keys.expand(-1, heads, -1, -1)
     return keys.repeat_interleave(heads // keys.shape[1], 1)
+
+
+def sum_over_heads(keys, *gradients):
+    """Of KV heads that `for_all` has repeated, (B, heads, S, D), to those of each one of `keys`."""
+    if gradients[0].shape[1] == keys:
+        return gradients
+    return [gradient.unflatten(1, (keys, -1)).sum(2) for gradient in gradients]
+
+
+@cache
+def cpu_takes_groups():
+    """Whether the CPU's kernel takes fewer KV heads than query heads.
+
+    In older versions of PyTorch (2.7) it takes them, too, and reads what lies behind: here, ones.
+    """
+    q, kv = torch.zeros(1, 2, 1, 8), torch.zeros(1, 2, 1, 8)
+    kv[:, 1] = 1
+    o, _ = aten._scaled_dot_product_flash_attention_for_cpu(q, kv[:, :1], kv[:, :1])
+    return not o.any()
 
 
 def bias_of(seen, like):
@@ -62,6 +82,8 @@ def attend(q, k, v, causal=True, bias=None):
     kernel, causal = kernel_of(q, bias), causal and bias is None
     q, k, v = side_by_side(q, k, v)
     if kernel == "cpu":
+        if not cpu_takes_groups():
+            k, v = (for_all(t, q.shape[1]) for t in (k, v))
         flash = aten._scaled_dot_product_flash_attention_for_cpu
         return *flash(q, k, v, 0.0, causal, attn_mask=bias), ()
     if kernel == "plain":
@@ -86,8 +108,11 @@ def attend_backward(grad, q, k, v, o, lse, rest=(), causal=True, bias=None):
     kernel, keys, causal = kernel_of(q, bias), k.shape[1], causal and bias is None
     grad, q, k, v, o = side_by_side(grad, q, k, v, o)
     if kernel == "cpu":
+        if not cpu_takes_groups():
+            k, v = (for_all(t, q.shape[1]) for t in (k, v))
         backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
-        return backward(grad, q, k, v, o, lse, 0.0, causal, attn_mask=bias)
+        dq, dk, dv = backward(grad, q, k, v, o, lse, 0.0, causal, attn_mask=bias)
+        return dq, *sum_over_heads(keys, dk, dv)
     if kernel == "plain":
         return plain_backward(grad, q, k, v, o, lse, causal, bias)
     lse = lse.contiguous()
@@ -101,8 +126,7 @@ def attend_backward(grad, q, k, v, o, lse, rest=(), causal=True, bias=None):
     backward = aten._scaled_dot_product_efficient_attention_backward
     wanted = [True, True, True, False]
     dq, dk, dv, _ = backward(grad, q, k, v, bias, o, lse, *rest, 0.0, wanted, causal)
-    dk, dv = (t.unflatten(1, (keys, -1)).sum(2) for t in (dk, dv))
-    return dq, dk, dv
+    return dq, *sum_over_heads(keys, dk, dv)
 
 
 # ---------------------------------------------------------------- documents
