@@ -27,6 +27,7 @@ or column whose values are smaller than the reference's error has no scale: ther
 off as the rms.
 """
 
+import math
 from dataclasses import dataclass
 from itertools import product
 
@@ -39,6 +40,8 @@ LIMITS |= {"scale": 16.0, "row scale": 32.0, "column scale": 32.0}
 WHOLE = "rms", "max", "scale"  # one number a tensor
 OF_ROUNDING = " of rounding"
 FEW = 8  # values; a mean square over fewer says nothing that the largest value does not
+MANY = 64  # independent values that neighbouring rows or columns have together
+SOME = 32  # rows or columns that tell how many independent values one has
 # Values taken at a time: on a CPU so few that they stay in its cache, for touching new memory takes
 # ten times as long as these sums; on a GPU so many that it has something to do.
 CHUNK = {"cpu": 2**16, "cuda": 2**22}
@@ -55,14 +58,13 @@ class Errors:
     norms: dict
     mean: float
     own: float
+    neighbours: dict
 
 
-def measure(actual, reference, exact, own=0.0, parts=True):
+def measure(actual, reference, exact, own=0.0):
     """The `Errors` of tensors of one shape. own: what the reference's error is at least.
 
-    parts: whether rows and columns are measured. Not those of a weight's gradient from few tokens:
-    then a row's values are the same few numbers, and its error is no mean of many. In pieces of
-    some rows: the tensors may be most of the memory.
+    In pieces of some rows: the tensors may be most of the memory.
     """
     width = actual.shape[-1] if actual.dim() else 1
     tensors = [tensor.detach().reshape(-1, width) for tensor in (actual, reference, exact)]
@@ -85,16 +87,53 @@ def measure(actual, reference, exact, own=0.0, parts=True):
     norms, own_largest = {"rms": whole[:3].sqrt(), "max": largest[:, None]}, largest[1].item()
     meet = (rows[1].max() * columns[1].max() / whole[1, 0]).sqrt()
     largest[1] = torch.maximum(largest[1], meet.nan_to_num(0.0))
-    if parts and width >= FEW and count > 1:
-        norms["row"], norms["row scale"] = rows[:3].sqrt(), scales(rows, width)
-    if parts and count >= FEW and width > 1:
-        norms["column"], norms["column scale"] = columns[:3].sqrt(), scales(columns, count)
+    _, reference, exact = tensors
+    neighbours = {}
+    for kind, means, dim, length in (("row", rows, 0, width), ("column", columns, 1, count)):
+        if length < FEW:
+            continue
+        worst = worst_parts(means)
+        number = independent(reference.index_select(dim, worst), exact.index_select(dim, worst), dim)
+        if number < FEW / 2:
+            neighbours[kind] = math.ceil(MANY / number)
+            means, length = together(means, neighbours[kind]), MANY
+        if means.shape[1] > 1:
+            norms[kind], norms[f"{kind} scale"] = means[:3].sqrt(), scales(means, length)
     if count * width >= FEW:
         norms["scale"] = scales(whole, count * width, part=False)
     for kind in norms:
         if "scale" not in kind:
             norms[kind][1].clamp_(min=own)
-    return Errors(norms, total.item() / actual.numel(), own_largest)
+    return Errors(norms, total.item() / actual.numel(), own_largest, neighbours)
+
+
+def worst_parts(means):
+    """Indices of the rows, or columns, of which the reference is furthest off for their values."""
+    relative = (means[1] / means[2]).nan_to_num(0.0, 0.0, 0.0)
+    return relative.topk(min(SOME, len(relative))).indices
+
+
+def independent(reference, exact, dim):
+    """How many independent roundings an error has, of some rows (dim 0) or some columns (dim 1).
+
+    Two random directions in a space of n dimensions have a squared cosine of 1/n, in the mean.
+    """
+    errors = (reference.double() - exact.double()).movedim(dim, 0)
+    errors = errors[errors.norm(dim=1) > 0]
+    number = len(errors)
+    if number < 2:
+        return math.inf
+    errors = errors / errors.norm(dim=1, keepdim=True)
+    squares = (errors @ errors.mT).square().sum().item() - number  # without each by itself
+    return number * (number - 1) / squares if squares > 0 else math.inf
+
+
+def together(means, neighbours):
+    """(5, n) -> (5, n // neighbours), at least 1: means of so many; the last takes what is left."""
+    groups = max(1, means.shape[1] // neighbours)
+    last = (groups - 1) * neighbours
+    others = means[:, :last].unflatten(1, (groups - 1, neighbours)).mean(2)
+    return torch.cat([others, means[:, last:].mean(1, keepdim=True)], dim=1)
 
 
 def scales(means, number, part=True):
