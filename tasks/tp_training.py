@@ -196,7 +196,7 @@ def show_two_layers(run, group, size=128, lr=0.002):
 
 def show_training(run, mesh, batch, lr, iterations, splits=SPLITS):
     """The splits beside the unmodified model: each loss, and what the iterations change."""
-    ids, mask, labels = batch
+    ids, mask, _ = batch
     only, exactly = compared_layers(run), run.dtype != torch.bfloat16
     references = [one for one in [run.load_reference()] if one]
     references += [wider_copy(one) for one in references if run.dtype in WIDER]

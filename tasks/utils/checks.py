@@ -318,7 +318,13 @@ def nearest_of(many, dtype, worst):
     times = {}
     for of_limit, _, measure_of, *_ in judged:
         times[measure_of] = max(times.get(measure_of, 0), of_limit * LIMITS[measure_of])
-    part = kind if kind in WHOLE else f"{kind.split()[0]} {part}: {kind.partition(' ')[2] or 'rms'}"
+    if kind in WHOLE:
+        part = kind
+    else:
+        axis, _, what = kind.partition(" ")
+        together = many[nearest].together.get(axis)
+        place = f"{together} {axis}s from {part * together}" if together else f"{axis} {part}"
+        part = f"{place}: {what or 'rms'}"
     return {"share": share, "max_abs_diff": largest[4], "mean_abs_diff": many[nearest].mean,
             "max_abs_reference": many[nearest].norms["max"][2].item(), "tolerance": largest[5],
             "own_max_abs_error": many[nearest].own, "own_rms_share": worst["rms"],

@@ -25,6 +25,20 @@ where the worst row and the worst column meet; and the scale's as no less than i
 n values give, 1 / sqrt(n) of their rms, or a 24th, for errors are not quite independent. A row
 or column whose values are smaller than the reference's error has no scale: there it may be as far
 off as the rms.
+
+A gradient from few tokens needs more care. A weight's gradient is a sum over the tokens t of
+d_t x_t^T, where x_t is the layer's input and d_t the gradient of its output. The error of a row i
+is the sum of (error of d_t[i]) x_t: as many roundings as there are tokens, however long the row is.
+The d_t[i] is a sum itself, and its rounding is as large as the sum's terms, so it is alike for
+all i; but the sum may be next to nothing. Among thousands of rows of one token's gradient there is
+one where that is so, and where the reference happens to have rounded right: both of its measures
+are far too small. (Columns: the same, with d and x exchanged.)
+
+So rows that have few independent roundings are measured together with their neighbours: so many
+that they have MANY between them, as a head has. How many independent roundings a row has is seen in
+the reference's errors: where they come from one token, those of all rows have one direction. Nobody
+has to say how many tokens there were; and what counts is how many of them had a part in the errors.
+With one token, 64 rows are measured as one; with 64 tokens, each by itself.
 """
 
 import math
@@ -40,8 +54,9 @@ LIMITS |= {"scale": 16.0, "row scale": 32.0, "column scale": 32.0}
 WHOLE = "rms", "max", "scale"  # one number a tensor
 OF_ROUNDING = " of rounding"
 FEW = 8  # values; a mean square over fewer says nothing that the largest value does not
-MANY = 64  # independent values that neighbouring rows or columns have together
-SOME = 32  # rows or columns that tell how many independent values one has
+FEW_ROUNDINGS = 12  # independent ones: with fewer, rows or columns are measured together, so that
+MANY = 64  # such are among them, of which some may be much larger than the others
+SOME = 32  # rows or columns that tell how many independent roundings one has
 # Values taken at a time: on a CPU so few that they stay in its cache, for touching new memory takes
 # ten times as long as these sums; on a GPU so many that it has something to do.
 CHUNK = {"cpu": 2**16, "cuda": 2**22}
@@ -53,12 +68,13 @@ class Errors:
 
     norms: {"rms": (3, 1), "row": (3, rows), "column": (3, columns), ...}, float64. The scale is a
     share already: its values count as 1. mean: of the run's error. own: the reference's largest.
+    together: {"row": how many neighbouring rows are measured as one, "column": ...}, if they are.
     """
 
     norms: dict
     mean: float
     own: float
-    neighbours: dict
+    together: dict
 
 
 def measure(actual, reference, exact, own=0.0):
@@ -87,16 +103,14 @@ def measure(actual, reference, exact, own=0.0):
     norms, own_largest = {"rms": whole[:3].sqrt(), "max": largest[:, None]}, largest[1].item()
     meet = (rows[1].max() * columns[1].max() / whole[1, 0]).sqrt()
     largest[1] = torch.maximum(largest[1], meet.nan_to_num(0.0))
-    _, reference, exact = tensors
-    neighbours = {}
+    together = {}
     for kind, means, dim, length in (("row", rows, 0, width), ("column", columns, 1, count)):
         if length < FEW:
             continue
-        worst = worst_parts(means)
-        number = independent(reference.index_select(dim, worst), exact.index_select(dim, worst), dim)
-        if number < FEW / 2:
-            neighbours[kind] = math.ceil(MANY / number)
-            means, length = together(means, neighbours[kind]), MANY
+        number = independent_roundings(*tensors[1:], dim, worst_parts(means))
+        if number < min(FEW_ROUNDINGS, length / 2):  # fewer than a row of so many values can have
+            together[kind] = 2 ** round(math.log2(MANY / number))  # a head's first row begins one
+            means, length = mean_of_neighbours(means, together[kind]), MANY
         if means.shape[1] > 1:
             norms[kind], norms[f"{kind} scale"] = means[:3].sqrt(), scales(means, length)
     if count * width >= FEW:
@@ -104,35 +118,35 @@ def measure(actual, reference, exact, own=0.0):
     for kind in norms:
         if "scale" not in kind:
             norms[kind][1].clamp_(min=own)
-    return Errors(norms, total.item() / actual.numel(), own_largest, neighbours)
+    return Errors(norms, total.item() / actual.numel(), own_largest, together)
 
 
 def worst_parts(means):
-    """Indices of the rows, or columns, of which the reference is furthest off for their values."""
+    """Of which rows, or columns, the reference is furthest off for their values: some indices."""
     relative = (means[1] / means[2]).nan_to_num(0.0, 0.0, 0.0)
     return relative.topk(min(SOME, len(relative))).indices
 
 
-def independent(reference, exact, dim):
-    """How many independent roundings an error has, of some rows (dim 0) or some columns (dim 1).
+def independent_roundings(reference, exact, dim, parts):
+    """How many independent roundings the error of a row has (dim 0), or of a column (dim 1).
 
-    Two random directions in a space of n dimensions have a squared cosine of 1/n, in the mean.
+    parts: indices of the rows that tell. Two random directions in a space of n dimensions have in
+    the mean a squared cosine of 1/n. Those of n tokens' errors are in such a space.
     """
-    errors = (reference.double() - exact.double()).movedim(dim, 0)
-    errors = errors[errors.norm(dim=1) > 0]
-    number = len(errors)
-    if number < 2:
-        return math.inf
-    errors = errors / errors.norm(dim=1, keepdim=True)
-    squares = (errors @ errors.mT).square().sum().item() - number  # without each by itself
-    return number * (number - 1) / squares if squares > 0 else math.inf
+    errors = reference.index_select(dim, parts).double() - exact.index_select(dim, parts).double()
+    errors = errors.movedim(dim, 0)
+    lengths = errors.norm(dim=1, keepdim=True)
+    errors = (errors / lengths)[lengths[:, 0] > 0]
+    pairs = len(errors) * (len(errors) - 1)
+    squares = (errors @ errors.mT).square().sum().item() - len(errors)  # not each with itself
+    return pairs / squares if pairs and squares > 0 else math.inf
 
 
-def together(means, neighbours):
-    """(5, n) -> (5, n // neighbours), at least 1: means of so many; the last takes what is left."""
-    groups = max(1, means.shape[1] // neighbours)
-    last = (groups - 1) * neighbours
-    others = means[:, :last].unflatten(1, (groups - 1, neighbours)).mean(2)
+def mean_of_neighbours(means, number):
+    """(5, n) -> (5, n // number), at least one: means of so many; the last takes what is left."""
+    groups = max(1, means.shape[1] // number)
+    last = (groups - 1) * number
+    others = means[:, :last].unflatten(1, (groups - 1, number)).mean(2)
     return torch.cat([others, means[:, last:].mean(1, keepdim=True)], dim=1)
 
 
