@@ -27,7 +27,7 @@ from utils.wider import widen
 
 LAYERS = "Part 1", "Task 1, causal", "Task 1, packed"
 TOKENS = 1, 2, 3, 8, 64
-SMALL = dict(hidden_size=512, intermediate_size=1792, num_attention_heads=8, num_key_value_heads=2)
+SMALL = dict(hidden_size=512, intermediate_size=1792, num_attention_heads=8, num_key_value_heads=4)
 FULL = dict(hidden_size=4096, intermediate_size=14336, num_attention_heads=32,
             num_key_value_heads=8)  # fmt: skip
 HEAD = 64  # rows of a head, and of as many MLP units, in SMALL
@@ -129,4 +129,33 @@ def gradients(name, seed, tokens, sizes=SMALL, dtype=torch.float32):
 def share(pairs, dtype=torch.float32):
     """The largest share of a limit in one check; more than 1 is refused."""
     many = [measure(*pair) for pair in pairs]
-    return max(found[0] for found in judge(many, dtype, worst_relative(many)))
+    return max(judged[0] for judged in judge(many, dtype, worst_relative(many)))
+
+
+# ---------------------------------------------------------------- wrong ones
+
+WRONG = "a head", "a faint head", "one row"
+WHERE = {"gate_proj": 0, "up_proj": 0, "down_proj": 1, "v_proj": 0, "o_proj": 1}  # heads' dim
+
+
+def make_wrong(found, what, dtype):
+    """{(weight, how): pairs of which one is wrong}: 1 % off in float32; doubled, zero in bfloat16.
+
+    found: by `gradients`. A head, or as many MLP units: the last of rank 0, or the faint one. A
+    row, of the gradient as it is or turned: the middle one by size.
+    """
+    wrong = {}
+    for weight, pairs in found.items():
+        dim = WHERE.get(weight.partition(".")[0])
+        if dim is None:  # of queries and keys: next to nothing, with one token
+            continue
+        for factor in (1.01,) if dtype == torch.float32 else (2.0, 0.0):
+            grad = pairs[0][0].clone()
+            rows = grad.movedim(dim, 0)
+            if what == "one row":
+                chosen = rows.double().norm(dim=1).argsort()[[len(rows) // 2]]
+            else:
+                chosen = slice(0, HEAD) if what == "a faint head" else slice(-HEAD, None)
+            rows[chosen] *= factor
+            wrong[weight, factor] = [(grad, *pairs[0][1:]), *pairs[1:]]
+    return wrong

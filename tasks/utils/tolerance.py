@@ -24,7 +24,9 @@ It also counts as no less than one rounding; the largest error as no less than i
 where the worst row and the worst column meet; and the scale's as no less than independent errors of
 n values give, 1 / sqrt(n) of their rms, or a 24th, for errors are not quite independent. A row
 or column whose values are smaller than the reference's error has no scale: there it may be as far
-off as the rms.
+off as the rms. A tensor that should be zero has no parts and no scale. Such is the gradient of the
+queries where each token sees only itself. Its rms and its largest value are held against the
+largest of such tensors in the check.
 
 A gradient from few tokens needs more care. A weight's gradient is a sum over the tokens t of
 d_t x_t^T, where x_t is the layer's input and d_t the gradient of its output. The error of a row i
@@ -52,7 +54,7 @@ import torch
 LIMITS = {"rms": 8.0, "row": 16.0, "column": 16.0, "max": 16.0}
 LIMITS |= {"scale": 16.0, "row scale": 32.0, "column scale": 32.0}
 WHOLE = "rms", "max", "scale"  # one number a tensor
-OF_ROUNDING = " of rounding"
+APART, OF_ROUNDING = ("rms", "max"), " of rounding"  # of what should be zero, all that is measured
 FEW = 8  # values; a mean square over fewer says nothing that the largest value does not
 FEW_ROUNDINGS = 12  # independent ones: with fewer, rows or columns are measured together, so that
 MANY = 64  # such are among them, of which some may be much larger than the others
@@ -165,15 +167,19 @@ def worst_relative(many):
     """{kind: the largest error of a reference, of those of `many`, as a share of its values'}.
 
     Of what should be zero, and is rounding, the error is many times the values: such tensors are
-    apart, {kind + " of rounding": ...}, for they would allow the others everything.
+    apart, for they would allow the others everything: {"rms of rounding": the largest error itself,
+    "max of rounding": the same, "values of rounding": the rms of the values of the largest one}.
     """
-    worst = {kind + apart: 0.0 for kind in WHOLE for apart in ("", OF_ROUNDING)}
+    worst = {kind: 0.0 for kind in (*WHOLE, *(kind + OF_ROUNDING for kind in (*APART, "values")))}
     for errors in many:
-        for kind in errors.norms.keys() & set(WHOLE):
-            _, reference, size = errors.norms[kind]
-            if size > 0:
-                key = kind + OF_ROUNDING * is_rounding(errors)
-                worst[key] = max(worst[key], (reference / size).item())
+        if is_rounding(errors):
+            found = {kind + OF_ROUNDING: errors.norms[kind][1] for kind in APART}
+            found["values" + OF_ROUNDING] = errors.norms["rms"][2]
+        else:
+            found = {kind: errors.norms[kind] for kind in errors.norms.keys() & set(WHOLE)}
+            found = {kind: norm[1] / norm[2] for kind, norm in found.items() if norm[2] > 0}
+        for kind, value in found.items():
+            worst[kind] = max(worst[kind], value.item())
     return worst
 
 
@@ -190,19 +196,24 @@ def judge(many, dtype, worst):
     all ranks. dtype: the run's. Of rows and columns the nearest to its limit; part is its index.
     """
     unit = torch.finfo(dtype).eps / 2
-    apart = [is_rounding(errors) for errors in many]
+    # What is as small as rounding elsewhere is rounding, too, and happens to be zero here.
+    small = worst["values" + OF_ROUNDING]
+    apart = [is_rounding(e) or 0 < e.norms["rms"][2] <= small for e in many]
     for (kind, limit), rounding in product(LIMITS.items(), (False, True)):
         own = [(number, errors.norms[kind]) for number, errors in enumerate(many)
                if kind in errors.norms and apart[number] == rounding]  # fmt: skip
-        if not own:
+        if not own or rounding and kind not in APART:
             continue
-        usual = worst.get(kind + OF_ROUNDING * rounding)
+        usual = worst.get(kind)
         if usual is None:
             norms = torch.cat([norm for _, norm in own], dim=1)
             relative = (norms[1] / norms[2])[norms[2] > 0].sort().values
             usual = relative[int(0.99 * (len(relative) - 1))].item() if len(relative) else 0.0
         for number, (error, reference, size) in own:
-            scale = torch.maximum(reference, max(usual, unit) * size)
+            least = max(usual, unit) * size
+            if rounding:  # one number a head, of queries and keys of one token: double, for chance
+                least = torch.full_like(size, 2 * worst[kind + OF_ROUNDING])
+            scale = torch.maximum(reference, least)
             scale += torch.finfo(dtype).tiny  # what is smaller may have been rounded to zero
             share = error / (limit * scale)
             # NaN must not pass, and nothing can be held against a reference that is not finite.
