@@ -164,15 +164,20 @@ class Nursery:
 nursery = functools.cache(Nursery)  # started where it is needed, once
 
 
-def ranks(path, *args, nproc, folder, timeout=300, torchrun=True, env=None, each=None):
+def ranks(
+    path, *args, nproc, folder, timeout=300, torchrun=True, env=None, each=None, rounding=None
+):
     """A script's ranks without torchrun, forked from a process with all imports done.
 
     torchrun: whether they see what torchrun would set; else it is as after plain `python`. env:
-    changes to that. each: [flags, ...] of each rank, instead of args for all. Saves
+    changes to that. each: [flags, ...] of each rank, instead of args for all. rounding: the seed of
+    other roundings (figures/rounding.py), by default this machine's own. Saves
     the seconds that every start costs, where a test needs many jobs. Ends like torchrun: when one
     rank fails, the others are killed. Returns a Result with the worst exit code.
     """
     STARTED.add(Path(path).stem)
+    if rounding is not None:
+        path, args = ROOT / "figures" / "rounding.py", [rounding, path, *args]
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import math
+import sys
 
 import pytest
 import torch
@@ -11,6 +12,10 @@ import torch.nn.functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import launch
+
+sys.path.append(str(launch.ROOT / "figures"))
+
+import few_tokens
 from utils import float64, tolerance
 from utils.checks import Comparison
 from utils.float64 import compute_in_float64
@@ -53,6 +58,37 @@ def test_norms(chunk, monkeypatch):
     for kind, dims in {"scale": (0, 1), "row scale": 1, "column scale": 0}.items():
         slope = ((error * values).sum(dims) / values.square().sum(dims)).abs().flatten()
         torch.testing.assert_close(norms[kind][0], slope)
+
+
+# ---------------------------------------------------------------- other roundings, few tokens
+
+
+@pytest.fixture
+def own_roundings(monkeypatch):
+    """Linear layers add as before once the test is over."""
+    monkeypatch.setattr(F, "linear", F.linear)
+
+
+@pytest.mark.parametrize("tokens", few_tokens.TOKENS)
+@pytest.mark.parametrize("layer", few_tokens.LAYERS)
+def test_other_roundings(layer, tokens, own_roundings):
+    """Right gradients pass, however a kernel adds; wrong ones do not, where values are small."""
+    for seed in range(20 if tokens == 1 else 4):
+        right = few_tokens.gradients(layer, seed, tokens)
+        for weight, pairs in right.items():
+            assert few_tokens.share(pairs) < 1, (weight, seed)
+    for what in few_tokens.WRONG:
+        for name, pairs in few_tokens.make_wrong(right, what, torch.float32).items():
+            assert few_tokens.share(pairs) > 1, (what, name)
+
+
+@pytest.mark.parametrize("seed", [7, 1])
+def test_one_token_with_other_roundings(seed, tmp_path):
+    """The README's first command, smaller, as another computer would add."""
+    flags = ["--hidden-size", 512, "--intermediate-size", 1792, "--device", "cpu"]
+    path = launch.TASKS / "tp_mlp.py"
+    result = launch.ranks(path, *flags, nproc=2, folder=tmp_path, rounding=seed)
+    assert result.code == 0 and result.out.count("Tests passed") == 2, result.tail()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

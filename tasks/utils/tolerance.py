@@ -202,7 +202,7 @@ def judge(many, dtype, worst):
     for (kind, limit), rounding in product(LIMITS.items(), (False, True)):
         own = [(number, errors.norms[kind]) for number, errors in enumerate(many)
                if kind in errors.norms and apart[number] == rounding]  # fmt: skip
-        if not own or rounding and kind not in APART:
+        if not own or (rounding and kind not in APART):
             continue
         usual = worst.get(kind)
         if usual is None:
