@@ -142,7 +142,7 @@ def make_wrong(found, what, dtype):
     """{(weight, how): pairs of which one is wrong}: 1 % off in float32; doubled, zero in bfloat16.
 
     found: by `gradients`. A head, or as many MLP units: the last of rank 0, or the faint one. A
-    row, of the gradient as it is or turned: the middle one by size.
+    row, of the gradient as it is or turned: one that is larger than three quarters of them.
     """
     wrong = {}
     for weight, pairs in found.items():
@@ -153,7 +153,7 @@ def make_wrong(found, what, dtype):
             grad = pairs[0][0].clone()
             rows = grad.movedim(dim, 0)
             if what == "one row":
-                chosen = rows.double().norm(dim=1).argsort()[[len(rows) // 2]]
+                chosen = rows.double().norm(dim=1).argsort()[[3 * len(rows) // 4]]
             else:
                 chosen = slice(0, HEAD) if what == "a faint head" else slice(-HEAD, None)
             rows[chosen] *= factor

@@ -40,7 +40,9 @@ So rows that have few independent roundings are measured together with their nei
 that they have MANY between them, as a head has. How many independent roundings a row has is seen in
 the reference's errors: where they come from one token, those of all rows have one direction. Nobody
 has to say how many tokens there were; and what counts is how many of them had a part in the errors.
-With one token, 64 rows are measured as one; with 64 tokens, each by itself.
+With one token, 64 rows are measured as one; with 64 tokens, each by itself. There is no scale of
+few roundings, as they do not average out: the gradient of the queries of two tokens is made of one
+number a head.
 """
 
 import math
@@ -112,10 +114,12 @@ def measure(actual, reference, exact, own=0.0):
         number = independent_roundings(*tensors[1:], dim, worst_parts(means))
         if number < min(FEW_ROUNDINGS, length / 2):  # fewer than a row of so many values can have
             together[kind] = 2 ** round(math.log2(MANY / number))  # a head's first row begins one
-            means, length = mean_of_neighbours(means, together[kind]), MANY
+            means = mean_of_neighbours(means, together[kind])
         if means.shape[1] > 1:
-            norms[kind], norms[f"{kind} scale"] = means[:3].sqrt(), scales(means, length)
-    if count * width >= FEW:
+            norms[kind] = means[:3].sqrt()
+            if kind not in together:  # of few roundings errors do not average out
+                norms[f"{kind} scale"] = scales(means, length)
+    if count * width >= FEW and not together:
         norms["scale"] = scales(whole, count * width, part=False)
     for kind in norms:
         if "scale" not in kind:
