@@ -104,7 +104,12 @@ def step(layers, x, upstream, tables, mask):
 
 
 def gradients(name, seed, tokens, sizes=SMALL, dtype=torch.float32):
-    """{weight: [(a rank's gradient, the reference's, the exact one), ...]}, of two ranks."""
+    """{weight: [(a rank's gradient, the reference's, the exact one), ...]}, of two ranks.
+
+    Of one token queries and keys are left out. Their gradient should be zero, and is the rounding
+    of one number a head. In 2 of 200 seeds the reference's were exactly zero in all heads, and the
+    other run's were not, which a rule that knows nothing but the two must refuse.
+    """
     reorder_sums(seed)
     layer = make_layer(name, sizes, seed, dtype)
     x, upstream, *others = make_inputs(name, sizes, tokens, dtype)
@@ -117,6 +122,8 @@ def gradients(name, seed, tokens, sizes=SMALL, dtype=torch.float32):
     step(parts, x, upstream, *others)
     found = {}
     for weight, full in layer.named_parameters():
+        if tokens == 1 and weight.startswith(("q_proj", "k_proj")):
+            continue
         found[weight] = []
         for rank, part in enumerate(parts):
             grad = part.get_parameter(weight).grad

@@ -131,7 +131,8 @@ for each shape of a weight, as another computer's kernels would (`figures/roundi
 
 Weights' gradients from few tokens, as two ranks compute them, {SEEDS} seeds. Of right runs the
 largest share of a limit. Of wrong ones how many were refused: they are 1 % off in float32, doubled
-or zero in bfloat16. The gradient of a faint head is 1e-4 of the others'.
+or zero in bfloat16. The gradient of a faint head is 1e-4 of the others'. With one token, queries
+and keys are left out: their gradient should be zero, and is the rounding of one number a head.
 """
 BUGS_SAID = """
 Planted bugs (`tests/test_planted_bugs.py`) with other roundings: {done} of {all} were run, of which
