@@ -96,7 +96,7 @@ def add(path, whole, key, record):
         kept = path.rename(next(name for name in names if not name.exists()))
         print(f"note: what {path} was is {kept} now", flush=True)
     record = record | key | {"date": time.strftime("%Y-%m-%d")}
-    whole["runs"] = [r for r in whole["runs"] if {k: r[k] for k in key} != key] + [record]
+    whole["runs"] = [r for r in whole["runs"] if {k: r.get(k) for k in key} != key] + [record]
     part = path.with_name(f".{path.name}.part")
     part.write_text(json.dumps(whole, indent=1) + "\n")
     part.replace(path)

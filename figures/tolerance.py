@@ -2,7 +2,8 @@
 
     python figures/tolerance.py                       # all of it: half an hour on 2 cores
     python figures/tolerance.py --only tiny float32   # runs whose names have these words
-    python figures/tolerance.py --table               # the table, from the record that is there
+    python figures/tolerance.py --rounding            # with other roundings: rounding_runs.py
+    python figures/tolerance.py --table               # the table, from the records that are there
 
 Right runs: the checks of Tasks 2, 3 and 4, in turns, on five texts within one start, for each
 model, float32 and bfloat16, 1 to 4 ranks. Recorded is how many times the reference's usual error
@@ -28,6 +29,7 @@ sys.path[:0] = [str(HERE.parent / "tasks"), str(HERE.parent / "tests")]
 import torch
 from torch.distributed.tensor.parallel import loss_parallel
 
+import rounding_runs
 from conftest import make_llama
 from dtensor_llama import dtensor_parallelize
 from records import add, machine, resume, threads_of, torchrun
@@ -159,11 +161,16 @@ def drive():
     parser.add_argument("--only", nargs="+", metavar="WORD", default=[],
                         help="runs with these words in model or dtype; default all")  # fmt: skip
     parser.add_argument("--table", action="store_true", help="write the table alone; default no")
+    parser.add_argument("--rounding", action="store_true", help="with sums in another order: "
+                        "what rounding.json does not have yet; default no")  # fmt: skip
     args = parser.parse_args()
-    path = HERE / "tolerance.json"
-    if not args.table:
+    path, other = HERE / "tolerance.json", HERE / "rounding.json"
+    if args.rounding:
+        rounding_runs.record(other, args.only)
+    elif not args.table:
         record(path, args.only)
-    path.with_suffix(".md").write_text(table(json.loads(path.read_text())))
+    text = table(json.loads(path.read_text()), json.loads(other.read_text()))
+    path.with_suffix(".md").write_text(text)
 
 
 def record(path, only):
@@ -190,8 +197,8 @@ def record(path, only):
                     add(path, whole, key, found["results"] | took)
 
 
-def table(whole):
-    """tolerance.md."""
+def table(whole, other):
+    """tolerance.md, of both records."""
     runs = {(run["model"], run["dtype"], run["ranks"]): run for run in whole["runs"]}
     limits = whole["limits"]
     lines = [
@@ -239,7 +246,8 @@ def table(whole):
     minutes = sum(run["minutes"] for run in whole["runs"])
     lines += ["", f"({dates}, in {minutes:.0f} minutes, {cpu}, "
               f"PyTorch {whole['versions']['torch']}, "
-              f"transformers {whole['versions']['transformers']})"]  # fmt: skip
+              f"transformers {whole['versions']['transformers']})", ""]  # fmt: skip
+    lines += rounding_runs.table(other)
     return "\n".join(lines) + "\n"
 
 

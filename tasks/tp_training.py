@@ -196,7 +196,7 @@ def show_two_layers(run, group, size=128, lr=0.002):
 
 def show_training(run, mesh, batch, lr, iterations, splits=SPLITS):
     """The splits beside the unmodified model: each loss, and what the iterations change."""
-    ids, mask, labels = batch
+    ids, mask, _ = batch
     only, exactly = compared_layers(run), run.dtype != torch.bfloat16
     references = [one for one in [run.load_reference()] if one]
     references += [wider_copy(one) for one in references if run.dtype in WIDER]
@@ -230,8 +230,8 @@ def show_training(run, mesh, batch, lr, iterations, splits=SPLITS):
         compared = [of if exactly else of[:1] for of in (table[name], *expected)]
         run.check(f"{name}, {title}: losses", [compared], own=own)
         if exactly:
-            compare_gradients(run, f"{name}, {title}: changes by {iterations} iterations", model,
-                              references, only, (labels != -100).sum().item())  # fmt: skip
+            changes = f"{name}, {title}: changes by {iterations} iterations"
+            compare_gradients(run, changes, model, references, only)
         check_copies(run, f"{name}, {title}: copies of a parameter, after them", model)
     padding = (mask == 0).sum().item()
     for i in range(iterations):

@@ -204,7 +204,10 @@ class Nursery:
 nursery = functools.cache(Nursery)  # started where it is needed, once
 
 
-def ranks(path, *args, nproc, folder, timeout=300, torchrun=True, env=None, each=None, mother=None):
+def ranks(
+    path, *args, nproc, folder, timeout=300, torchrun=True, env=None, each=None, mother=None,
+    rounding=None,
+):  # fmt: skip
     """A script's ranks without torchrun, forked from a process with all imports done.
 
     Saves the seconds that every start costs, where many jobs are needed. Ends like torchrun: when
@@ -212,9 +215,12 @@ def ranks(path, *args, nproc, folder, timeout=300, torchrun=True, env=None, each
 
     torchrun: whether they see what torchrun would set; else it is as after plain `python`. env:
     changes to that. each: [flags, ...] of each rank, instead of args for all. mother: the Nursery;
-    default the tests' own.
+    default the tests' own. rounding: the seed of other roundings (figures/rounding.py), by default
+    this machine's own.
     """
     STARTED.add(Path(path).stem)
+    if rounding is not None:
+        path, args = ROOT / "figures" / "rounding.py", [rounding, path, *args]
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

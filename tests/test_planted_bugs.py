@@ -33,9 +33,13 @@ def write(path, text):
         compiled.unlink()
 
 
-def refused(folder, script, nproc, args, check):
-    """Run the copy: it must fail on all ranks, within seconds, with the name of a check."""
-    result = launch.ranks(folder / f"{script}.py", *args, nproc=nproc, folder=folder)
+def refused(folder, script, nproc, args, check, rounding=None):
+    """Run the copy: it must fail on all ranks, within seconds, with the name of a check.
+
+    rounding: see `launch.ranks`.
+    """
+    path = folder / f"{script}.py"
+    result = launch.ranks(path, *args, nproc=nproc, folder=folder, rounding=rounding)
     assert result.code == 1, result.tail()
     failed = re.findall(r"^FAILED (.*) \(rank=\d+\): ", result.out, re.MULTILINE)
     assert len(failed) == 1 and re.search(check, failed[0]), result.tail()
@@ -1096,13 +1100,24 @@ SLOW = [
     "name", [pytest.param(n, marks=[pytest.mark.stress] * (n in SLOW)) for n in BUGS]
 )
 def test_planted_bug(name, tmp_path, odd_llama):
+    refuse_planted(name, tmp_path, odd_llama)
+
+
+@pytest.mark.parametrize("name", ["gradient has another factor", "g sums nothing"])
+def test_planted_bug_with_other_roundings(name, tmp_path, odd_llama):
+    """What lets right runs of other hardware pass lets no wrong one pass."""
+    refuse_planted(name, tmp_path, odd_llama, rounding=1)
+
+
+def refuse_planted(name, tmp_path, odd_llama, rounding=None):
+    """Run a copy of the scripts that has this bug. rounding: see `launch.ranks`."""
     script, nproc, file, old, new, check = BUGS[name]
     script, *flags = script.split()
     plant(tmp_path, file, old, new)
     args = [] if check == "golden" else arguments(script, odd_llama)
     args += ["--overfit", 60] if check in ("losses while overfitting", "last loss") else []
     args += paragraphs(tmp_path) if "--pack" in flags else []
-    refused(tmp_path, script, nproc, args + flags, check)
+    refused(tmp_path, script, nproc, args + flags, check, rounding)
 
 
 @pytest.mark.parametrize(

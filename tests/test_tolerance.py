@@ -2,6 +2,8 @@
 
 import contextlib
 import copy
+import math
+import sys
 
 import pytest
 import torch
@@ -10,21 +12,25 @@ import torch.nn.functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import launch
+
+sys.path.append(str(launch.ROOT / "figures"))
+
+import few_tokens
 from utils import float64, tolerance
 from utils.checks import Comparison
 from utils.float64 import compute_in_float64
 from utils.generation import check_text
 from utils.model_checks import model_step, plain_loss, token_losses
 from utils.models import Source
-from utils.tolerance import judge, measure, worst_relative
+from utils.tolerance import independent_roundings, judge, measure, worst_relative
 from utils.wider import widen
 
 DTYPES = torch.float32, torch.bfloat16
 
 
-def share(*pairs, dtype=torch.float32, **options):
+def share(*pairs, dtype=torch.float32, own=0.0):
     """The largest share of a limit; more than 1 is refused."""
-    many = [measure(*pair, **options) for pair in pairs]
+    many = [measure(*pair, own) for pair in pairs]
     return max(judged[0] for judged in judge(many, dtype, worst_relative(many)))
 
 
@@ -54,12 +60,67 @@ def test_norms(chunk, monkeypatch):
         torch.testing.assert_close(norms[kind][0], slope)
 
 
-def test_few_tokens():
-    """A gradient from one token: each row is one number, off by chance, times the same values."""
-    exact, numbers, of_reference, of_run = torch.randn(4, 64, generator=torch.manual_seed(0))
-    numbers[0], of_reference[0] = 1e-7, 0.0  # almost nothing; the reference is right
-    runs = [(numbers + 1e-6 * error).outer(exact) for error in (of_run, of_reference, 0.0)]
-    assert share(runs) > 1 > share(runs, parts=False)
+# ---------------------------------------------------------------- other roundings, few tokens
+
+
+@pytest.fixture
+def own_roundings(monkeypatch):
+    """Linear layers add as before once the test is over."""
+    monkeypatch.setattr(F, "linear", F.linear)
+
+
+@pytest.mark.parametrize("tokens", few_tokens.TOKENS)
+@pytest.mark.parametrize("layer", few_tokens.LAYERS)
+def test_other_roundings(layer, tokens, own_roundings):
+    """Right gradients pass, however a kernel adds; wrong ones do not, where values are small."""
+    for seed in range(20 if tokens == 1 else 4):
+        right = few_tokens.gradients(layer, seed, tokens)
+        for weight, pairs in right.items():
+            assert few_tokens.share(pairs) < 1, (weight, seed)
+    for what in few_tokens.WRONG:
+        for name, pairs in few_tokens.make_wrong(right, what, torch.float32).items():
+            assert few_tokens.share(pairs) > 1, (what, name)
+
+
+@pytest.mark.parametrize("seed", [7, 1])
+def test_one_token_with_other_roundings(seed, tmp_path):
+    """The README's first command, smaller, as another computer would add."""
+    flags = ["--hidden-size", 512, "--intermediate-size", 1792, "--device", "cpu"]
+    path = launch.TASKS / "tp_mlp.py"
+    result = launch.ranks(path, *flags, nproc=2, folder=tmp_path, rounding=seed)
+    assert result.code == 0 and result.out.count("Tests passed") == 2, result.tail()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", [1, 2, 3, 8])
+def test_few_tokens(tokens, dtype):
+    """A row of a weight's gradient is a number for each token, off by chance, times its input."""
+    torch.manual_seed(tokens)
+    exact, (numbers, of_reference, of_run) = torch.randn(tokens, 64), torch.randn(3, 256, tokens)
+    noise = torch.finfo(dtype).eps
+    numbers[7], of_reference[7] = noise / 10, 0.0  # almost nothing; the reference is right
+    numbers[64:128] *= 1e-4  # a head whose values are small
+    of_run[64:128], of_reference[64:128] = 1e-4 * of_run[64:128], 1e-4 * of_reference[64:128]
+    run, *others = [(numbers + noise * error) @ exact for error in (of_run, of_reference, 0.0)]
+    assert share((run, *others), dtype=dtype) < 1
+    for rows in (slice(0, 64), slice(64, 128), slice(200, 201)):  # heads, and one row
+        wrong = run.clone()
+        wrong[rows] *= 1.01 if dtype == torch.float32 else 2
+        assert share((wrong, *others), dtype=dtype) > 1, rows
+
+
+def test_independent_roundings():
+    """They are as many as tokens took part, in rows and in columns; or as a row has values."""
+    torch.manual_seed(0)
+    for tokens in (1, 2, 4, 8, 16):
+        error = torch.randn(1000, tokens) @ torch.randn(tokens, 500)
+        for dim in (0, 1):
+            number = independent_roundings(error, 0 * error, dim, torch.arange(32))
+            assert number == pytest.approx(tokens, rel=0.3)
+    error = torch.randn(100, 9)
+    assert independent_roundings(error, 0 * error, 0, torch.arange(32)) == pytest.approx(9, rel=0.2)
+    error[1:] = 0  # all in one row
+    assert independent_roundings(error, 0 * error, 0, torch.arange(32)) == math.inf
 
 
 def test_part_below_the_noise():

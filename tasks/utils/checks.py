@@ -10,7 +10,7 @@ import torch.distributed as dist
 from utils.collectives import SharedLinear
 from utils.float64 import compute_in_float64
 from utils.shards import local_part, shard_of
-from utils.tolerance import CHUNK, FEW, LIMITS, WHOLE, judge, measure, worst_relative
+from utils.tolerance import CHUNK, LIMITS, WHOLE, judge, measure, worst_relative
 from utils.wider import WIDER, widen
 
 # Allowed difference in float64, as a share of the largest reference value. A parallel run adds the
@@ -49,14 +49,14 @@ class Comparison:
 
         return [tuple(value(r, i) for r in range(shape[0])) for i in range(shape[1])]
 
-    def compare(self, name, pairs, tolerance=None, own=0.0, kind=None, parts=True):
+    def compare(self, name, pairs, tolerance=None, own=0.0, kind=None):
         """A part of a check, to which `check` of the same name, later, gives the verdict.
 
         pairs: (actual, reference), tensors of one shape, or (actual, reference, exact) where
         `exact` is the wider reference of a run in float32 or bfloat16: then by `tolerance.judge`,
         and the differences are from it.
         tolerance: absolute bound; of pairs, by default, `TOLERANCE` of the largest value.
-        own, parts: see `tolerance.measure`.
+        own: see `tolerance.measure`.
         kind: of one check, pairs of one kind are those whose usual errors are alike.
         """
         found, measured = self.compared.setdefault(name, ([], {}))
@@ -65,7 +65,7 @@ class Comparison:
             if not actual.numel():  # more ranks than MLP units
                 continue
             if exact and tolerance is None:
-                errors = measure(actual, reference, exact[0], own, parts)
+                errors = measure(actual, reference, exact[0], own)
                 measured.setdefault(kind, []).append(errors)
                 continue
             value, mean = difference(actual, reference)
@@ -74,12 +74,12 @@ class Comparison:
             found.append({"max_abs_diff": value, "mean_abs_diff": mean,
                           "max_abs_reference": largest, "tolerance": tolerance})  # fmt: skip
 
-    def check(self, name, pairs=(), tolerance=None, own=0.0, parts=True):
+    def check(self, name, pairs=(), tolerance=None, own=0.0):
         """`compare` on every rank, tell all ranks, print one line; a failure ends the job, exit 1.
 
         The line shows the rank and the pair whose difference came closest to its tolerance.
         """
-        self.compare(name, pairs, tolerance, own, parts=parts)
+        self.compare(name, pairs, tolerance, own)
         found, measured = self.compared.pop(name)
         usual = {kind: worst_relative(many) for kind, many in measured.items()}
         largest = max((pair["max_abs_reference"] for pair in found), default=0.0)
@@ -206,16 +206,13 @@ class Comparison:
         count = torch.tensor(float(len(unsplit)))
         self.check(f"{title} weights, none whole that should be split", [(count, 0 * count)], 0.0)
 
-    def check_gradients(self, title, module, references, only=lambda name: True, tokens=FEW):
-        """Compare every parameter's gradient with this rank's slice of the reference's.
-
-        tokens: how many it is the sum over, if they are few.
-        """
+    def check_gradients(self, title, module, references, only=lambda name: True):
+        """Compare every parameter's gradient with this rank's slice of the reference's."""
         values = [lambda parameter: parameter.grad]
         values += [lambda parameter: parameter.exact_grad] * (self.dtype in WIDER)
         kinds = self.slices(module, references, only, *values)
         for kind, pairs in kinds.items():
-            self.check(f"{title} {kind} grad", pairs, parts=tokens >= FEW)
+            self.check(f"{title} {kind} grad", pairs)
 
     def place(self, module):
         """A module on the run's device and in its dtype."""
@@ -321,7 +318,13 @@ def nearest_of(many, dtype, worst):
     times = {}
     for of_limit, _, measure_of, *_ in judged:
         times[measure_of] = max(times.get(measure_of, 0), of_limit * LIMITS[measure_of])
-    part = kind if kind in WHOLE else f"{kind.split()[0]} {part}: {kind.partition(' ')[2] or 'rms'}"
+    if kind in WHOLE:
+        part = kind
+    else:
+        axis, _, what = kind.partition(" ")
+        together = many[nearest].together.get(axis)
+        place = f"{together} {axis}s from {part * together}" if together else f"{axis} {part}"
+        part = f"{place}: {what or 'rms'}"
     return {"share": share, "max_abs_diff": largest[4], "mean_abs_diff": many[nearest].mean,
             "max_abs_reference": many[nearest].norms["max"][2].item(), "tolerance": largest[5],
             "own_max_abs_error": many[nearest].own, "own_rms_share": worst["rms"],

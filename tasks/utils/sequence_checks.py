@@ -108,8 +108,7 @@ def check_packed(run, ids, parallel, references, reduce):
     value = value.to(torch.promote_types(value.dtype, torch.float32))
     expected = [mean_loss(of_one, labels).to(value.dtype) for of_one in losses]
     run.check("packed documents: loss", [(value, *expected)], own=error_of_mean(*losses))
-    tokens = (labels != -100).sum()
-    run.check_gradients("packed documents:", parallel, references, only, tokens=tokens)
+    run.check_gradients("packed documents:", parallel, references, only)
     for model in (parallel, *references):
         model.zero_grad()
     for reference in references[:1]:

@@ -24,9 +24,28 @@ It also counts as no less than one rounding; the largest error as no less than i
 where the worst row and the worst column meet; and the scale's as no less than independent errors of
 n values give, 1 / sqrt(n) of their rms, or a 24th, for errors are not quite independent. A row
 or column whose values are smaller than the reference's error has no scale: there it may be as far
-off as the rms.
+off as the rms. A tensor that should be zero has no parts and no scale. Such is the gradient of the
+queries where each token sees only itself. Its rms and its largest value are held against the
+largest of such tensors in the check.
+
+A gradient from few tokens needs more care. A weight's gradient is a sum over the tokens t of
+d_t x_t^T, where x_t is the layer's input and d_t the gradient of its output. The error of a row i
+is the sum of (error of d_t[i]) x_t: as many roundings as there are tokens, however long the row is.
+The d_t[i] is a sum itself, and its rounding is as large as the sum's terms, so it is alike for
+all i; but the sum may be next to nothing. Among thousands of rows of one token's gradient there is
+one where that is so, and where the reference happens to have rounded right: both of its measures
+are far too small. (Columns: the same, with d and x exchanged.)
+
+So rows that have few independent roundings are measured together with their neighbours: so many
+that they have MANY between them, as a head has. How many independent roundings a row has is seen in
+the reference's errors: where they come from one token, those of all rows have one direction. Nobody
+has to say how many tokens there were; and what counts is how many of them had a part in the errors.
+With one token, 64 rows are measured as one; with 64 tokens, each by itself. There is no scale of
+few roundings, as they do not average out: the gradient of the queries of two tokens is made of one
+number a head.
 """
 
+import math
 from dataclasses import dataclass
 from itertools import product
 
@@ -37,8 +56,11 @@ import torch
 LIMITS = {"rms": 8.0, "row": 16.0, "column": 16.0, "max": 16.0}
 LIMITS |= {"scale": 16.0, "row scale": 32.0, "column scale": 32.0}
 WHOLE = "rms", "max", "scale"  # one number a tensor
-OF_ROUNDING = " of rounding"
+APART, OF_ROUNDING = ("rms", "max"), " of rounding"  # of what should be zero, all that is measured
 FEW = 8  # values; a mean square over fewer says nothing that the largest value does not
+FEW_ROUNDINGS = 12  # independent ones: with fewer, rows or columns are measured together, so that
+MANY = 64  # such are among them, of which some may be much larger than the others
+SOME = 32  # rows or columns that tell how many independent roundings one has
 # Values taken at a time: on a CPU so few that they stay in its cache, for touching new memory takes
 # ten times as long as these sums; on a GPU so many that it has something to do.
 CHUNK = {"cpu": 2**16, "cuda": 2**22}
@@ -50,19 +72,19 @@ class Errors:
 
     norms: {"rms": (3, 1), "row": (3, rows), "column": (3, columns), ...}, float64. The scale is a
     share already: its values count as 1. mean: of the run's error. own: the reference's largest.
+    together: {"row": how many neighbouring rows are measured as one, "column": ...}, if they are.
     """
 
     norms: dict
     mean: float
     own: float
+    together: dict
 
 
-def measure(actual, reference, exact, own=0.0, parts=True):
+def measure(actual, reference, exact, own=0.0):
     """The `Errors` of tensors of one shape. own: what the reference's error is at least.
 
-    parts: whether rows and columns are measured. Not those of a weight's gradient from few tokens:
-    then a row's values are the same few numbers, and its error is no mean of many. In pieces of
-    some rows: the tensors may be most of the memory.
+    In pieces of some rows: the tensors may be most of the memory.
     """
     width = actual.shape[-1] if actual.dim() else 1
     tensors = [tensor.detach().reshape(-1, width) for tensor in (actual, reference, exact)]
@@ -85,16 +107,53 @@ def measure(actual, reference, exact, own=0.0, parts=True):
     norms, own_largest = {"rms": whole[:3].sqrt(), "max": largest[:, None]}, largest[1].item()
     meet = (rows[1].max() * columns[1].max() / whole[1, 0]).sqrt()
     largest[1] = torch.maximum(largest[1], meet.nan_to_num(0.0))
-    if parts and width >= FEW and count > 1:
-        norms["row"], norms["row scale"] = rows[:3].sqrt(), scales(rows, width)
-    if parts and count >= FEW and width > 1:
-        norms["column"], norms["column scale"] = columns[:3].sqrt(), scales(columns, count)
-    if count * width >= FEW:
+    together = {}
+    for kind, means, dim, length in (("row", rows, 0, width), ("column", columns, 1, count)):
+        if length < FEW:
+            continue
+        number = independent_roundings(*tensors[1:], dim, worst_parts(means))
+        if number < min(FEW_ROUNDINGS, length / 2):  # fewer than a row of so many values can have
+            together[kind] = 2 ** round(math.log2(MANY / number))  # a head's first row begins one
+            means = mean_of_neighbours(means, together[kind])
+        if means.shape[1] > 1:
+            norms[kind] = means[:3].sqrt()
+            if kind not in together:  # of few roundings errors do not average out
+                norms[f"{kind} scale"] = scales(means, length)
+    if count * width >= FEW and not together:
         norms["scale"] = scales(whole, count * width, part=False)
     for kind in norms:
         if "scale" not in kind:
             norms[kind][1].clamp_(min=own)
-    return Errors(norms, total.item() / actual.numel(), own_largest)
+    return Errors(norms, total.item() / actual.numel(), own_largest, together)
+
+
+def worst_parts(means):
+    """Of which rows, or columns, the reference is furthest off for their values: some indices."""
+    relative = (means[1] / means[2]).nan_to_num(0.0, 0.0, 0.0)
+    return relative.topk(min(SOME, len(relative))).indices
+
+
+def independent_roundings(reference, exact, dim, parts):
+    """How many independent roundings the error of a row has (dim 0), or of a column (dim 1).
+
+    parts: indices of the rows that tell. Two random directions in a space of n dimensions have in
+    the mean a squared cosine of 1/n. Those of n tokens' errors are in such a space.
+    """
+    errors = reference.index_select(dim, parts).double() - exact.index_select(dim, parts).double()
+    errors = errors.movedim(dim, 0)
+    lengths = errors.norm(dim=1, keepdim=True)
+    errors = (errors / lengths)[lengths[:, 0] > 0]
+    pairs = len(errors) * (len(errors) - 1)
+    squares = (errors @ errors.mT).square().sum().item() - len(errors)  # not each with itself
+    return pairs / squares if pairs and squares > 0 else math.inf
+
+
+def mean_of_neighbours(means, number):
+    """(5, n) -> (5, n // number), at least one: means of so many; the last takes what is left."""
+    groups = max(1, means.shape[1] // number)
+    last = (groups - 1) * number
+    others = means[:, :last].unflatten(1, (groups - 1, number)).mean(2)
+    return torch.cat([others, means[:, last:].mean(1, keepdim=True)], dim=1)
 
 
 def scales(means, number, part=True):
@@ -112,15 +171,19 @@ def worst_relative(many):
     """{kind: the largest error of a reference, of those of `many`, as a share of its values'}.
 
     Of what should be zero, and is rounding, the error is many times the values: such tensors are
-    apart, {kind + " of rounding": ...}, for they would allow the others everything.
+    apart, for they would allow the others everything: {"rms of rounding": the largest error itself,
+    "max of rounding": the same, "values of rounding": the rms of the values of the largest one}.
     """
-    worst = {kind + apart: 0.0 for kind in WHOLE for apart in ("", OF_ROUNDING)}
+    worst = {kind: 0.0 for kind in (*WHOLE, *(kind + OF_ROUNDING for kind in (*APART, "values")))}
     for errors in many:
-        for kind in errors.norms.keys() & set(WHOLE):
-            _, reference, size = errors.norms[kind]
-            if size > 0:
-                key = kind + OF_ROUNDING * is_rounding(errors)
-                worst[key] = max(worst[key], (reference / size).item())
+        if is_rounding(errors):
+            found = {kind + OF_ROUNDING: errors.norms[kind][1] for kind in APART}
+            found["values" + OF_ROUNDING] = errors.norms["rms"][2]
+        else:
+            found = {kind: errors.norms[kind] for kind in errors.norms.keys() & set(WHOLE)}
+            found = {kind: norm[1] / norm[2] for kind, norm in found.items() if norm[2] > 0}
+        for kind, value in found.items():
+            worst[kind] = max(worst[kind], value.item())
     return worst
 
 
@@ -137,19 +200,24 @@ def judge(many, dtype, worst):
     all ranks. dtype: the run's. Of rows and columns the nearest to its limit; part is its index.
     """
     unit = torch.finfo(dtype).eps / 2
-    apart = [is_rounding(errors) for errors in many]
+    # What is as small as rounding elsewhere is rounding, too, and happens to be zero here.
+    small = worst["values" + OF_ROUNDING]
+    apart = [is_rounding(e) or 0 < e.norms["rms"][2] <= small for e in many]
     for (kind, limit), rounding in product(LIMITS.items(), (False, True)):
         own = [(number, errors.norms[kind]) for number, errors in enumerate(many)
                if kind in errors.norms and apart[number] == rounding]  # fmt: skip
-        if not own:
+        if not own or (rounding and kind not in APART):
             continue
-        usual = worst.get(kind + OF_ROUNDING * rounding)
+        usual = worst.get(kind)
         if usual is None:
             norms = torch.cat([norm for _, norm in own], dim=1)
             relative = (norms[1] / norms[2])[norms[2] > 0].sort().values
             usual = relative[int(0.99 * (len(relative) - 1))].item() if len(relative) else 0.0
         for number, (error, reference, size) in own:
-            scale = torch.maximum(reference, max(usual, unit) * size)
+            least = max(usual, unit) * size
+            if rounding:  # one number a head, of queries and keys of one token: double, for chance
+                least = torch.full_like(size, 2 * worst[kind + OF_ROUNDING])
+            scale = torch.maximum(reference, least)
             scale += torch.finfo(dtype).tiny  # what is smaller may have been rounded to zero
             share = error / (limit * scale)
             # NaN must not pass, and nothing can be held against a reference that is not finite.
