@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from glob import glob
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
@@ -193,7 +194,8 @@ def nccl_version():
     try:
         # Found in this file or in what it needs, as libnccl.so.2 is. A library that is loaded
         # already is not loaded again.
-        ctypes.CDLL(torch._C.__file__).ncclGetVersion(ctypes.byref(number))
+        library = find_spec("torch._C").origin
+        ctypes.CDLL(library).ncclGetVersion(ctypes.byref(number))
     except (OSError, AttributeError):  # linked into PyTorch and hidden there: no other is called
         return ".".join(map(str, torch.cuda.nccl.version()[:3]))
     return f"{number.value // 10000}.{number.value // 100 % 100}.{number.value % 100}"
