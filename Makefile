@@ -12,6 +12,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 # Names with spaces, quotes or dollars reach the shell as they are.
 export MODEL DEVICE DTYPE
+# torchrun waits for the host by its own name, which does not resolve everywhere.
+export PET_LOCAL_ADDR ?= 127.0.0.1
 FOUND = $(shell grep -l '__name__ == "__main__"' tasks/*.py)
 FIRST := $(patsubst %,tasks/%.py,tp_mlp tp_attention tp_llama dtensor_llama kv_cache ulysses_forward \
   ulysses_finetune)
@@ -35,8 +37,6 @@ help:
 	@echo "make tiny-llama   write, train and evaluate the embedded model anew"
 	@echo "make lint, make clean"
 
-# torchrun waits for the host by its own name, which does not resolve everywhere.
-demo: export PET_LOCAL_ADDR ?= 127.0.0.1
 demo: .venv/ready
 	@set -e; for script in $(SCRIPTS); do \
 	  echo; sed -n '1s/^"""/=== /p' $$script; \

@@ -231,13 +231,25 @@ class Jobs:
                 for future in wait(running, return_when=FIRST_COMPLETED).done:
                     part, size = running.pop(future)
                     free += size
-                    said = future.result()
+                    said = self.result_of(future, part)
                     if said.startswith("FAILED") and size < self.room and self.was_short(part):
                         again.append(replace(part, size=self.room))
+                        failed_of(part, self.out).unlink()
                         said = "out of memory beside others: again, alone, at the end"
                     elif said != CUT:
                         left.remove(next(p for p in left if p.name == part.name))
                     yield part, said
+
+    def result_of(self, future, part):
+        """What is to be said of a part. Where the process that forks is gone, it is made anew."""
+        try:
+            return future.result()
+        except RuntimeError as error:
+            failed_of(part, self.out).write_text(f"{error}\n")
+            self.log(part).write_text(f"{error}\n")
+            if self.mother.process.poll() is not None:
+                self.mother = self.fork_from(self.env)
+            return f"FAILED: {error}"
 
     def was_short(self, part):
         return is_for_memory(self.log(part).read_text())
@@ -314,9 +326,6 @@ def drive(steps, out, device, smollm2=None):
     refuse_mixture(out, header(device))
     jobs, failed = Jobs(out, device), []
     for number in steps:
-        minutes = STEPS[number][1]
-        until = time.monotonic() + (max(ALONE_S, 60 * minutes) if len(steps) == 1 else 60 * minutes)
-        until += 3600 * (device == "cpu")  # a rehearsal comes to its end
         of_step = [part for part in parts(device, smollm2 or "smollm2") if part.step == number]
         left = [part for part in of_step if failed_of(part, out).exists()
                 or not file_of(part, out).exists()]  # fmt: skip
@@ -328,6 +337,9 @@ def drive(steps, out, device, smollm2=None):
         ):
             print(f"    SmolLM2 is not there, and its parts are not run: {why}", flush=True)
             left = [part for part in left if not part.name.startswith("smollm2")]
+        minutes = STEPS[number][1]
+        until = time.monotonic() + (max(ALONE_S, 60 * minutes) if len(steps) == 1 else 60 * minutes)
+        until += 3600 * (device == "cpu")  # a rehearsal comes to its end
         for part, said in jobs.run_all(left, until):
             print(f"    {part.name}: {said}", flush=True)
             failed += [part.name] * said.startswith("FAILED")
@@ -477,7 +489,7 @@ def long_table(data, folder=HERE / "gpu"):
     lines = ["| in 1 GiB beyond the model | positions | by the formula | KiB of tensors each | "
              "by the formula |", "|---|---|---|---|---|"]  # fmt: skip
     for one in records:
-        for run in (run for run in one.get("runs", []) if "found" in run):
+        for run in (run for run in one.get("runs", []) if run.get("found")):
             c, name = Source(one["model"]).config, run["contender"]
             e, budget = getattr(torch, one["dtype"]).itemsize, run["budget_mib"] * 2**20
             device, found = torch.device(one["device"]), run["found"]

@@ -1,7 +1,7 @@
 """What the Makefile asks of a Python about its packages, when it makes an environment.
 
 python launch/packages.py torch .venv         # may its PyTorch be used in .venv, and how?
-.venv/bin/python launch/packages.py enough    # where nothing can be fetched: is that enough?
+.venv/bin/python launch/packages.py enough PIP_ERRORS    # nothing can be fetched: is that enough?
 """
 
 import importlib.metadata as metadata

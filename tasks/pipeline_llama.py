@@ -80,13 +80,20 @@ def keep_stage(model, stops, index):
 def sum_tied(stages, ends):
     """The two copies of a tied embedding get the sum of their gradients, in place.
 
-    stages: this rank's. ends: the process group of the first and the last rank.
+    stages: this rank's. ends: the process group of the first and the last rank. A copy that is
+    frozen takes part with zeros: the other rank does not know of it, and waits.
     """
-    weights = [w for w in tied_weights(stages) if w.requires_grad]
+    weights = tied_weights(stages)
+    for weight in weights:
+        if weight.grad is None:
+            weight.grad = torch.zeros_like(weight)
     if len(weights) == 2:  # both on one rank
         sum_copies(*weights)
     elif weights:
         all_reduce_(weights[0].grad, ends)
+    for weight in weights:
+        if not weight.requires_grad:
+            weight.grad = None
 
 
 def tied_weights(stages):

@@ -130,7 +130,8 @@ class Pipe(nn.Module):
 
     split_size: rows of a microbatch. Takes a batch (B, ...) and gives the output on the last
     device. The output's backward runs once. It adds each microbatch's gradients to the parameters'
-    .grad, the last microbatch first; `autograd.grad` does not give them.
+    .grad, the last microbatch first; `autograd.grad` does not give them. The threads know neither
+    the caller's autocast nor its current CUDA stream.
     """
 
     def __init__(self, module, split_size=1):

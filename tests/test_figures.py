@@ -397,7 +397,7 @@ SAID = (
     "tiny, 2 ranks, float64: 1 of 3 tasks passed on cpu by gloo, 2 checks, nearest to its "
     "tolerance 50% (t)",
     "fails: FAILED: error: it has to",
-    "hangs: FAILED: TIMEOUT: killed after 2 s",
+    "hangs: FAILED: TIMEOUT: killed after 10 s",
 )
 WRITES = "import pathlib, sys; pathlib.Path(sys.argv[-1]).write_text({!r})"
 ENDS = {
@@ -424,7 +424,7 @@ def test_steps_of_gpu(tmp_path, monkeypatch, capfd):
 
     monkeypatch.setattr(gpu, "parts", parts)
     monkeypatch.setattr(gpu.Jobs, "fork_from", staticmethod(lambda env: launch.nursery()))
-    monkeypatch.setitem(gpu.JOB_S, "cpu", 2)
+    monkeypatch.setitem(gpu.JOB_S, "cpu", 10)
     out = tmp_path / "out"
     out.mkdir()
     assert sorted(gpu.drive([3], out, "cpu")) == ["fails", "hangs"]

@@ -100,7 +100,7 @@ def test_expanded(device, dtype, masked):
 @pytest.mark.parametrize("dtype", NEAR)
 def test_old_cpu_kernel(dtype, masked, monkeypatch):
     """As with a PyTorch whose kernel wants a KV head for each query head."""
-    monkeypatch.setattr(kernels, "cpu_takes_groups", lambda: False)
+    monkeypatch.setattr(kernels, "cpu_kernel_supports_gqa", lambda: False)
     test_layouts("cpu", dtype, masked)
 
 
@@ -150,9 +150,12 @@ def test_layouts_of_the_efficient_kernel(dtype, masked, monkeypatch):
 
 
 def test_the_imitation_is_as_strict(monkeypatch):
-    """Without `heads_last` and `side_by_side` the tests above would fail."""
+    """Without `heads_last` and `contiguous_last_dim` the tests above would fail."""
     as_on_a_gpu(monkeypatch)
-    for name, left_out in ("heads_last", lambda t: t), ("side_by_side", lambda *tensors: tensors):
+    for name, left_out in (
+        ("heads_last", lambda t: t),
+        ("contiguous_last_dim", lambda *tensors: tensors),
+    ):
         with monkeypatch.context() as without:
             without.setattr(kernels, name, left_out)
             with pytest.raises((AssertionError, RuntimeError)):

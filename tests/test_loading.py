@@ -17,7 +17,7 @@ import launch
 from conftest import make_llama
 from test_bad_input import change_config, change_tensors, shard
 from utils.errors import UserError
-from utils.models import OURS, TRANSFORMERS_4, Source, as_transformers_4
+from utils.models import IGNORED_SETTINGS, TRANSFORMERS_4, Source, as_transformers_4
 from utils.presets import LLAMA3_ROPE
 
 CPU = torch.device("cpu")
@@ -68,7 +68,8 @@ def change_rope(directory, settings):
 
 def assert_same_as_the_library(directory):
     """Our loader's shares, and the model without a split: parameters, logits, generation."""
-    theirs = AutoModelForCausalLM.from_pretrained(directory).float()
+    as_float32 = {"torch_dtype" if TRANSFORMERS_4 else "dtype": torch.float32}
+    theirs = AutoModelForCausalLM.from_pretrained(directory, **as_float32)
     theirs.config._attn_implementation = "sdpa"  # whatever a directory says, as in our runs
     source = Source(str(directory))
     ids = torch.arange(2 * 100).view(2, 100) % 211  # longer than some of these were made for
@@ -187,9 +188,9 @@ DIRECTORIES = {
     "tied, with the head in the file": lambda d: tie(d, keep_head=True),
     "untied, as is the default": lambda d: drop_settings(d, "tie_word_embeddings"),
     "weights in bfloat16": lambda d: change_tensors(d, as_half),
-    "dtype bfloat16, weights float32": lambda d: change_config(d, dtype="float32"),
+    "dtype bfloat16, weights float32": lambda d: change_config(d, dtype="bfloat16"),
     "no dtype": lambda d: drop_settings(d, "dtype", "torch_dtype"),
-    "torch_dtype": lambda d: (drop_settings(d, "dtype"), change_config(d, torch_dtype="float32")),
+    "torch_dtype": lambda d: (drop_settings(d, "dtype"), change_config(d, torch_dtype="bfloat16")),
     "the default head_dim": lambda d: (make_llama(d, hidden_size=60), drop_settings(d, "head_dim")),
     "no biases": lambda d: make_llama(d, attention_bias=False, mlp_bias=False),
     "one KV head": lambda d: make_llama(d, num_key_value_heads=1),
@@ -295,4 +296,9 @@ def test_no_tokenizer(directory):
 
 def test_settings_of_the_run():
     """What config.json may not decide is none of the model's function."""
-    assert not set(OURS) & {"rope_theta", "head_dim", "hidden_act", "tie_word_embeddings"}
+    assert not set(IGNORED_SETTINGS) & {
+        "rope_theta",
+        "head_dim",
+        "hidden_act",
+        "tie_word_embeddings",
+    }

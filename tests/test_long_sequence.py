@@ -24,7 +24,7 @@ from memory.finetune import ALONE
 from memory.head_groups import plan_rounds
 from memory.long_sequence import Techniques, possible, sequence_loss
 from utils.float64 import compute_in_float64
-from utils.kernels import cpu_takes_groups
+from utils.kernels import cpu_kernel_supports_gqa
 from utils.memory_profile import record_memory
 
 sys.path.append(str(launch.ROOT / "figures"))
@@ -88,7 +88,7 @@ def run_step(model, techniques, mesh, length=29):
 def test_attention_is_run_once(backward, groups, times, alone):
     """The forward kernel runs once for each layer and group of heads, its backward too."""
     model = small_llama()
-    cpu_takes_groups()  # which runs the kernel once, to see
+    cpu_kernel_supports_gqa()  # which runs the kernel once, to see
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         run_step(model, Techniques(backward, head_groups=groups, tile_tokens=7), alone)
     # (A selective checkpoint takes calls and hands them on or not: those that ran made tensors.)

@@ -371,6 +371,9 @@ if __name__ == "__main__":
                     assert (grad is None) == (parameter.grad is None), name
                     if grad is not None:
                         torch.testing.assert_close(parameter.grad, grad, rtol=0, atol=1e-12)
+    stage.requires_grad_(rank == 1)  # one copy of the tied embedding is frozen, the other is not
+    ids, mask = batches[0], torch.ones_like(batches[0])
+    Pipeline(mesh, "gpipe", [stage], 2).step(ids, mask, ids, [2, 2])
     dist.barrier()
     print("stepped")
 """

@@ -20,8 +20,11 @@ def kernel_of(q, bias=None):
         return "cpu"
     if q.dtype == torch.float64 or q.shape[-1] % 8:
         return "plain"
+    new = torch.cuda.get_device_capability(q.device) >= (8, 0)
+    if q.dtype == torch.bfloat16 and not new:  # of which older GPUs have no kernel
+        return "plain"
     half = q.dtype.itemsize == 2 and bias is None and q.shape[-1] <= 256
-    return "flash" if half and torch.cuda.get_device_capability(q.device) >= (8, 0) else "efficient"
+    return "flash" if half and new else "efficient"
 
 
 def for_all(keys, heads):
@@ -39,10 +42,10 @@ def sum_over_heads(keys, *gradients):
 
 
 @cache
-def cpu_takes_groups():
-    """Whether the CPU's kernel takes fewer KV heads than query heads.
+def cpu_kernel_supports_gqa():
+    """Whether the CPU's kernel is right for fewer KV heads than query heads.
 
-    In older versions of PyTorch (2.7) it takes them, too, and reads what lies behind: here, ones.
+    That of PyTorch 2.7 accepts them, and reads past the last one. Here ones lie there.
     """
     q, kv = torch.zeros(1, 2, 1, 8), torch.zeros(1, 2, 1, 8)
     kv[:, 1] = 1
@@ -58,11 +61,11 @@ def bias_of(seen, like):
     return bias.masked_fill_(~seen, -torch.inf)
 
 
-def side_by_side(*tensors):
-    """Tensors (..., D), each row of D numbers side by side in memory.
+def contiguous_last_dim(*tensors):
+    """Tensors (..., D) whose last dim has stride 1, as every kernel needs it.
 
-    All kernels read rows so. The CPU's does not look at the last dim's stride, and gives wrong
-    numbers for another one: that of an expanded gradient, say, as `.sum()` gives it.
+    The CPU's kernel does not look at that stride, and gives wrong numbers for another one: that of
+    an expanded gradient, say, as `.sum()` gives it.
     """
     return [t if t.stride(-1) == 1 else t.contiguous() for t in tensors]
 
@@ -80,9 +83,9 @@ def attend(q, k, v, causal=True, bias=None):
     takes besides. A query that sees nothing gets 0, and a log-sum-exp that means nothing.
     """
     kernel, causal = kernel_of(q, bias), causal and bias is None
-    q, k, v = side_by_side(q, k, v)
+    q, k, v = contiguous_last_dim(q, k, v)
     if kernel == "cpu":
-        if not cpu_takes_groups():
+        if not cpu_kernel_supports_gqa():
             k, v = (for_all(t, q.shape[1]) for t in (k, v))
         flash = aten._scaled_dot_product_flash_attention_for_cpu
         return *flash(q, k, v, 0.0, causal, attn_mask=bias), ()
@@ -106,9 +109,9 @@ def attend_backward(grad, q, k, v, o, lse, rest=(), causal=True, bias=None):
     very probabilities. Each tensor may lie in memory in any way.
     """
     kernel, keys, causal = kernel_of(q, bias), k.shape[1], causal and bias is None
-    grad, q, k, v, o = side_by_side(grad, q, k, v, o)
+    grad, q, k, v, o = contiguous_last_dim(grad, q, k, v, o)
     if kernel == "cpu":
-        if not cpu_takes_groups():
+        if not cpu_kernel_supports_gqa():
             k, v = (for_all(t, q.shape[1]) for t in (k, v))
         backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
         dq, dk, dv = backward(grad, q, k, v, o, lse, 0.0, causal, attn_mask=bias)

@@ -30,8 +30,10 @@ TINY = Path(__file__).resolve().parent.parent / "tiny_llama"
 # The compatibility spot: transformers 4 calls the dtype and the rotary settings otherwise.
 TRANSFORMERS_4 = transformers.__version__.startswith("4.")
 # Settings of config.json that are the run's own affair: dtypes, and what a forward gives.
-OURS = ("dtype", "torch_dtype", "return_dict", "use_return_dict", "torchscript", "use_cache",
-        "output_hidden_states", "output_attentions")  # fmt: skip
+IGNORED_SETTINGS = (
+    "dtype", "torch_dtype", "return_dict", "use_return_dict", "torchscript", "use_cache",
+    "output_hidden_states", "output_attentions",
+)  # fmt: skip
 # Files by any of which a directory has a tokenizer.
 TOKENIZER = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json",
              "vocab.txt", "spiece.model")  # fmt: skip
@@ -152,16 +154,22 @@ class Source:
         return model
 
     def from_pretrained(self, dtype, device):
-        """The directory's model by transformers' own reading of all its files."""
+        """The directory's model by transformers' own reading of all its files.
+
+        The CPU holds it, once, before the device does.
+        """
         from transformers import AutoModelForCausalLM
 
         self.config._attn_implementation = "sdpa"
+        options = {"dtype": dtype}
+        if TRANSFORMERS_4:  # which else makes random weights first, and then reads all others
+            options = {"torch_dtype": dtype, "low_cpu_mem_usage": True}
         try:
             with quiet():
                 model = AutoModelForCausalLM.from_pretrained(
                     self.directory, config=copy.deepcopy(self.config), use_safetensors=True,
                     local_files_only=True, trust_remote_code=False,
-                    **{"torch_dtype" if TRANSFORMERS_4 else "dtype": dtype},
+                    **options,
                 )  # fmt: skip
         except Exception as error:
             if is_for_memory(error):
@@ -347,7 +355,7 @@ def read_settings(directory):
     if (directory / "adapter_config.json").exists():
         raise UserError(f"{directory}: adapter_config.json: an adapter is not loaded; merge it "
                         "into its model")  # fmt: skip
-    settings = {name: value for name, value in settings.items() if name not in OURS}
+    settings = {name: value for name, value in settings.items() if name not in IGNORED_SETTINGS}
     for name in "rope_parameters", "rope_scaling":
         if not isinstance(settings.get(name) or {}, dict):
             raise UserError(f"{path}: {name} is {settings[name]!r}, not a dict")
