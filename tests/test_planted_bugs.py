@@ -919,10 +919,10 @@ BUGS = {
     ),
     "the head is no longer the embedding": (
         "pretrain_2d --model tiny", 2, "models.py",
-        "embed_tokens.weight\n        return model\n\n    def check_names",
+        "embed_tokens.weight\n        return model\n\n    def from_pretrained",
         "embed_tokens.weight\n        if parallelize:\n            model.lm_head.weight = "
         "nn.Parameter(model.lm_head.weight.detach().clone())\n        return model\n\n"
-        "    def check_names", "weights, nothing left out",
+        "    def from_pretrained", "weights, nothing left out",
     ),
     "the warm-up is left out": (
         "pretrain_2d", 2, "pretrain_2d.py", "return 0.1 + 0.9 * step / warm_up", "return 1.0",

@@ -40,9 +40,9 @@ So rows that have few independent roundings are measured together with their nei
 that they have MANY between them, as a head has. How many independent roundings a row has is seen in
 the reference's errors: where they come from one token, those of all rows have one direction. Nobody
 has to say how many tokens there were; and what counts is how many of them had a part in the errors.
-With one token, 64 rows are measured as one; with 64 tokens, each by itself. There is no scale of
-few roundings, as they do not average out: the gradient of the queries of two tokens is made of one
-number a head.
+With one token, 64 rows are measured as one; with 64 tokens, each by itself. A run's scale is not
+judged where there are few roundings, as they do not average out: the gradient of the queries of two
+tokens is made of one number a head. (The reference's is: as an error that is usual in the check.)
 """
 
 import math
@@ -119,7 +119,7 @@ def measure(actual, reference, exact, own=0.0):
             norms[kind] = means[:3].sqrt()
             if kind not in together:  # of few roundings errors do not average out
                 norms[f"{kind} scale"] = scales(means, length)
-    if count * width >= FEW and not together:
+    if count * width >= FEW:
         norms["scale"] = scales(whole, count * width, part=False)
     for kind in norms:
         if "scale" not in kind:
@@ -205,7 +205,8 @@ def judge(many, dtype, worst):
     apart = [is_rounding(e) or 0 < e.norms["rms"][2] <= small for e in many]
     for (kind, limit), rounding in product(LIMITS.items(), (False, True)):
         own = [(number, errors.norms[kind]) for number, errors in enumerate(many)
-               if kind in errors.norms and apart[number] == rounding]  # fmt: skip
+               if kind in errors.norms and apart[number] == rounding
+               and not (kind == "scale" and errors.together)]  # fmt: skip
         if not own or (rounding and kind not in APART):
             continue
         usual = worst.get(kind)
