@@ -234,7 +234,7 @@ class Jobs:
                     said = self.result_of(future, part)
                     if said.startswith("FAILED") and size < self.room and self.was_short(part):
                         again.append(replace(part, size=self.room))
-                        failed_of(part, self.out).unlink()
+                        failed_of(part, self.out).unlink(missing_ok=True)
                         said = "out of memory beside others: again, alone, at the end"
                     elif said != CUT:
                         left.remove(next(p for p in left if p.name == part.name))

@@ -109,6 +109,19 @@ DAMAGE = {
     "missing shard": (missing_shard, "model-00002-of-00002.safetensors: missing"),
     "spare shard": (spare_shard, "model-00003-of-00003.safetensors is not in"),
     "shard outside": (outside, "outside its directory"),
+    # What transformers would make another model of, or overlook:
+    "quantised": (
+        lambda d: change_config(d, quantization_config={"load_in_8bit": True}),
+        "quantised models are not loaded",
+    ),
+    "an adapter": (
+        lambda d: (d / "adapter_config.json").write_text('{"base_model_name_or_path": "other"}'),
+        "an adapter is not loaded",
+    ),
+    "generation_config is not JSON": (
+        lambda d: (d / "generation_config.json").write_text("{"),
+        "generation_config.json",
+    ),
     "damaged index": (
         lambda d: (shard(d), (d / "model.safetensors.index.json").write_text("[]")),
         "damaged index",

@@ -220,32 +220,6 @@ def test_directory(name, directory):
     assert_same_as_the_library(directory)
 
 
-def as_adapter(directory):
-    (directory / "adapter_config.json").write_text('{"base_model_name_or_path": "another"}')
-
-
-REFUSED = {
-    "quantised": (
-        lambda d: change_config(d, quantization_config={"load_in_8bit": True}),
-        "quantised models are not loaded",
-    ),
-    "an adapter": (as_adapter, "an adapter is not loaded"),
-    "damaged settings of generation": (
-        lambda d: (d / "generation_config.json").write_text("{"), "generation_config.json",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused_directory(name, directory):
-    """What transformers would make another model of, or only warn about."""
-    change, message = REFUSED[name]
-    change(directory)
-    with pytest.raises(UserError) as caught:
-        Source(str(directory))
-    assert message in str(caught.value) and "\n" not in str(caught.value), caught.value
-
-
 # ---------------------------------------------------------------- tokenizers
 
 
