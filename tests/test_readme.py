@@ -61,7 +61,8 @@ def same(shown, printed):
             if all(map(alike, wanted, lines[first:]))
         )  # fmt: skip
         at = next(ends, None)
-        assert at is not None, f"not printed, or not there, or not together:\n{part}"
+        said = f"not printed, or not there, or not together:\n{part}\n--- printed:\n{printed}"
+        assert at is not None, said
 
 
 def alike(wanted, line):
