@@ -13,7 +13,8 @@ import test_smollm2
 from test_tasks import QUICK, WHOLE_MODEL, checks
 from utils import smollm2
 from utils.checks import OTHERWISE
-from utils.models import Source, cache_folder, read_settings
+from utils.models import Source, cache_folder
+from utils.shards import rope_of
 
 pytestmark = pytest.mark.real
 TEXT = "A quick brown fox with a fluffy white coat"
@@ -86,7 +87,8 @@ def test_model():
     """It is the one that it claims to be, and its tokenizer gives text back as it was."""
     source = Source("smollm2")
     assert source.config.tie_word_embeddings
-    assert read_settings(source.directory)["rope_theta"] == 100000
+    theta = rope_of(source.config).get("rope_theta") or source.config.rope_theta
+    assert theta == 100000
     sizes = [torch.Size(shape).numel() for shape in source.shapes.values()]
     assert sum(sizes) == 134_515_008 and digest(source) == smollm2.WEIGHTS
     tokenizer, text = source.tokenizer(), "A quick brown fox,  it's 12\n\nin 2024 — ünï日本"
