@@ -222,8 +222,8 @@ class Pipeline:
         if tied:
             sum_tied(self.stages, self.ends)
         for weight, grad in earlier:
-            if grad is not None:
-                weight.grad += grad
+            if grad is not None:  # (of one that has been frozen since, it stays as it is)
+                weight.grad = grad if weight.grad is None else weight.grad + grad
         return sum(one.detach() for one in losses), logits
 
     def loss(self, logits, labels):

@@ -114,10 +114,8 @@ def choose_backend(args, device, share_memory, sharing):
     if args.gloo:
         return "gloo", None
     if share_memory and not USABLE:
-        return (
-            "gloo",
-            f"PyTorch {torch.__version__}: ranks talk by gloo; from 2.7 on they share memory",
-        )
+        why = f"PyTorch {torch.__version__}: ranks talk by gloo; from 2.7 on they share memory"
+        return "gloo", why
     if share_memory:
         return NAME, None
     return "gloo", ("no memory that all ranks could share (on several machines, on other than "

@@ -168,8 +168,7 @@ class Source:
             with quiet():
                 model = AutoModelForCausalLM.from_pretrained(
                     self.directory, config=copy.deepcopy(self.config), use_safetensors=True,
-                    local_files_only=True, trust_remote_code=False,
-                    **options,
+                    local_files_only=True, trust_remote_code=False, **options,
                 )  # fmt: skip
         except Exception as error:
             if is_for_memory(error):
@@ -340,9 +339,9 @@ def read_settings(directory):
     if not path.exists():
         raise UserError(f"{directory}: no config.json there")
     try:
-        path.read_bytes()
+        path.read_bytes()  # which says why, where it cannot be read
         settings, _ = LlamaConfig.get_config_dict(directory, local_files_only=True)
-        kind = json.loads(path.read_text()).get("model_type")
+        kind = settings.get("model_type")
     except OSError as error:
         said = f"cannot be read ({error.strerror})" if error.strerror else "not valid JSON"
         raise UserError(f"{path}: {said}") from None
