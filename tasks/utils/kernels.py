@@ -61,6 +61,12 @@ def bias_of(seen, like):
     return bias.masked_fill_(~seen, -torch.inf)
 
 
+def as_taken(kernel, heads, *keys):
+    """KV heads (B, k, T, D) as a kernel takes them: as they are, or one for each query head."""
+    grouped = kernel == "flash" or (kernel == "cpu" and cpu_kernel_supports_gqa())
+    return keys if grouped else [for_all(t, heads) for t in keys]
+
+
 def contiguous_last_dim(*tensors):
     """Tensors (..., D) whose last dim has stride 1, as every kernel needs it.
 
@@ -84,17 +90,15 @@ def attend(q, k, v, causal=True, bias=None):
     """
     kernel, causal = kernel_of(q, bias), causal and bias is None
     q, k, v = contiguous_last_dim(q, k, v)
-    if kernel == "cpu":
-        if not cpu_kernel_supports_gqa():
-            k, v = (for_all(t, q.shape[1]) for t in (k, v))
-        flash = aten._scaled_dot_product_flash_attention_for_cpu
-        return *flash(q, k, v, 0.0, causal, attn_mask=bias), ()
     if kernel == "plain":
         return *plain(q, k, v, causal, bias), ()
+    k, v = as_taken(kernel, q.shape[1], k, v)
+    if kernel == "cpu":
+        flash = aten._scaled_dot_product_flash_attention_for_cpu
+        return *flash(q, k, v, 0.0, causal, attn_mask=bias), ()
     if kernel == "flash":
         o, lse, *rest = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[:8]
         return o, lse, rest
-    k, v = (for_all(t, q.shape[1]) for t in (k, v))
     bias = None if bias is None else bias.expand(len(q), q.shape[1], -1, -1)
     efficient = aten._scaled_dot_product_efficient_attention
     o, lse, *rest = efficient(q, k, v, bias, True, 0.0, causal)
@@ -110,19 +114,17 @@ def attend_backward(grad, q, k, v, o, lse, rest=(), causal=True, bias=None):
     """
     kernel, keys, causal = kernel_of(q, bias), k.shape[1], causal and bias is None
     grad, q, k, v, o = contiguous_last_dim(grad, q, k, v, o)
+    if kernel == "plain":
+        return plain_backward(grad, q, k, v, o, lse, causal, bias)
+    k, v = as_taken(kernel, q.shape[1], k, v)
     if kernel == "cpu":
-        if not cpu_kernel_supports_gqa():
-            k, v = (for_all(t, q.shape[1]) for t in (k, v))
         backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
         dq, dk, dv = backward(grad, q, k, v, o, lse, 0.0, causal, attn_mask=bias)
         return dq, *sum_over_heads(keys, dk, dv)
-    if kernel == "plain":
-        return plain_backward(grad, q, k, v, o, lse, causal, bias)
     lse = lse.contiguous()
     if kernel == "flash":
         backward = aten._scaled_dot_product_flash_attention_backward
         return backward(grad, q, k, v, o, lse, *rest[:4], 0.0, causal, *rest[4:])
-    k, v = (for_all(t, q.shape[1]) for t in (k, v))
     bias = None if bias is None else bias.expand(len(q), q.shape[1], -1, -1)
     lse = F.pad(lse, (0, -lse.shape[-1] % EFFICIENT_ROWS), value=torch.inf)
     o = heads_last(o)  # for bfloat16 the kernel reads it so, whatever its strides
