@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 import sys
+from itertools import takewhile
 
 import pytest
 
@@ -56,13 +57,16 @@ def same(shown, printed):
     lines, at = [line for line in printed.splitlines() if not line.startswith("note: ")], 0
     for part in re.split(r"^\.\.\.\n", shown, flags=re.M):
         wanted = part.splitlines()
-        ends = (
-            first + len(wanted) for first in range(at, len(lines) - len(wanted) + 1)
-            if all(map(alike, wanted, lines[first:]))
-        )  # fmt: skip
-        at = next(ends, None)
-        said = f"not printed, or not there, or not together:\n{part}\n--- printed:\n{printed}"
-        assert at is not None, said
+        # How many lines are as shown, from each line on that may be the first.
+        found = [
+            (len(list(takewhile(bool, map(alike, wanted, lines[first:])))), -first)
+            for first in range(at, len(lines) - len(wanted) + 1)
+        ]
+        alike_lines, first = max(found, default=(0, -len(lines)))
+        if alike_lines < len(wanted):
+            near = lines[-first:][alike_lines : alike_lines + 1]
+            pytest.fail(f"{printed}\nis printed, {near} where this is shown: {wanted[alike_lines]}")
+        at = len(wanted) - first
 
 
 def alike(wanted, line):
@@ -104,7 +108,7 @@ def test_alike():
     assert not alike("torch.allclose(output, x): True", "torch.allclose(input_grad, x): True")
     same("a\n...\nc\n", "a\nb\nc\n")
     for shown in ("c\na\n", "a\nc\n"):
-        with pytest.raises(AssertionError):
+        with pytest.raises(pytest.fail.Exception, match="is shown: c"):
             same(shown, "a\nb\nc\n")
 
 
