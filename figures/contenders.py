@@ -54,9 +54,9 @@ class HandMade(Single):
         An all-reduce sends 2 (P-1)/P of its size. The loss is taken in float32 or wider.
         """
         all_reduce = 2 * (P - 1) / P * T * H * e
-        # Forward: g behind two blocks a layer and the embedding, two numbers a token for the loss.
+        # Forward: g behind two blocks a layer and the embedding, 3 numbers a token for the loss.
         # Backward: f in front of two blocks a layer and the LM head.
-        return (2 * L + 1) * all_reduce + (P - 1) * 2 * T * max(e, 4), (2 * L + 1) * all_reduce
+        return (2 * L + 1) * all_reduce + (P - 1) * 3 * T * max(e, 4), (2 * L + 1) * all_reduce
 
 
 class DTensorPlan(HandMade):
@@ -75,7 +75,7 @@ class DTensorPlan(HandMade):
     def formula(L, T, H, V, P, e):
         """As by hand, but the loss all-reduces three numbers a token."""
         forward, backward = HandMade.formula(L, T, H, V, P, e)
-        return forward + (6 / P - 2) * (P - 1) * T * max(e, 4), backward
+        return forward + (6 / P - 3) * (P - 1) * T * max(e, 4), backward
 
 
 class TransformersPlan(HandMade):

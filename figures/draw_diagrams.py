@@ -25,7 +25,7 @@ MODULES = {
 }  # fmt: skip
 COLLECTIVES = {
     "CopyToRanks": "f: all-reduce", "SumOverRanks": "g: all-reduce", "AllToAll": "all-to-all",
-    "VocabParallelCrossEntropy": "loss: all-gather of 2 numbers a token,",
+    "VocabParallelCrossEntropy": "loss: all-gather of 3 numbers a token,",
     "sum_gradients": "all-reduce of all dW",
 }  # fmt: skip
 TITLES = {

@@ -28,7 +28,7 @@ ROWS = {  # in what order they are told, and what is behind the name
     "out of the embedding": " (g)", "into attention": " (f)", "q, k, v": ": tokens for heads",
     "output": ": heads for tokens", "out of attention": " (g)", "into the MLP": " (f)",
     "out of the MLP": " (g)", "two norms' dW": "", "into the LM head": " (f)",
-    "loss of each token": ": 2 numbers", "sum of the losses": "", "last norm's dW": "",
+    "loss of each token": ": 3 numbers", "sum of the losses": "", "last norm's dW": "",
     "all dW, at the end": "",
 }  # fmt: skip
 

@@ -95,8 +95,9 @@ def ours(c, ranks, e, on_gpu, left_out=()):
         # outputs; q, k and v in one piece, and sent; the output, and gradients of it, q, k and v.
         moments = {"attention's backward": [
             (L + 2, e * H), (1, e * ND), (2, e * (n + 2 * k) * D), (5, e * n * D)]}  # fmt: skip
-    if "tiled-loss" in left_out:  # three times logits; x and its gradient, before and behind a norm
-        moments["the loss's backward"] = [*layers, hidden, (3, w * V), (4, e * H)]
+    if "tiled-loss" in left_out:  # logits, softmax; x and its gradient, before and behind a norm
+        words = [(1, e * V), (1, w * V)] + [(1, e * V)] * (e < w)
+        moments["the loss's backward"] = [*layers, hidden, *words, (4, e * H)]
     if "tiled-mlp" in left_out:
         # d, do, o; gate, its activation, what it multiplies, and gradients; the norm's, and y.
         moments["the MLP's backward"] = [*layers, (5, e * H), (2, e * ND), (6, e * F)]

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "tasks"))
 
-from formulas import Work, split_loss
+from formulas import Work
 from records import here_and_now
 from techniques import split_sequence
 from tp_ulysses import combine
@@ -200,8 +200,7 @@ class Step:
         u = {"ulysses": None, "ring": 1, "usp": self.flags.get("ulysses")}[sequence]
         work = Work(self.job.source.config, S, 1, e, tile=TILE)
         zigzag = self.flags.get("zigzag", True)
-        rank = split_sequence(work, P, tp, u, "megatron_sp" in self.flags, zigzag,
-                              split_loss)  # fmt: skip
+        rank = split_sequence(work, P, tp, u, "megatron_sp" in self.flags, zigzag)
         rank.moments.pop("optimizer")
         return rank.sent, max(rank.moments.values())
 

@@ -10,7 +10,7 @@ from itertools import chain, pairwise
 
 import torch
 
-from formulas import Rank, dtensor_loss, plain_loss, split_loss, step, up
+from formulas import Rank, dtensor_loss, own_loss, step, up
 from longest import a_token
 from memory.finetune import default_tile_mib
 from memory.head_groups import plan_rounds
@@ -28,7 +28,7 @@ def one_process(work, P):
     """The unmodified model, alone."""
     if P > 1:
         raise UserError("one process")
-    return step(work, plain_loss)
+    return step(work, own_loss)
 
 
 def summed(work, rank, P, tp=1):
@@ -45,7 +45,7 @@ def summed(work, rank, P, tp=1):
 
 
 def split_sequence(work, P, tp=1, u=None, by_tokens=False, zigzag=True,
-                   loss=plain_loss):  # fmt: skip
+                   loss=own_loss):  # fmt: skip
     """Tasks 2 and 4 and the ring, on a mesh of P/tp x tp ranks: see `tp_ulysses.py`.
 
     u: of a column's ranks, how many neighbours exchange heads (None: all); each is in a ring with
@@ -71,14 +71,14 @@ def split_sequence(work, P, tp=1, u=None, by_tokens=False, zigzag=True,
     return rank
 
 
-def tensor_parallel(work, P, loss=split_loss, by_tokens=False):
+def tensor_parallel(work, P, loss=own_loss, by_tokens=False):
     """Tasks 2 and 3: an all-reduce of all tokens at each f and g."""
     return split_sequence(work, P, P, by_tokens=by_tokens, loss=loss)
 
 
 def usp(work, P, u):
     """Neighbours exchange heads, and are one of a ring."""
-    rank = split_sequence(work, P, u=u, loss=split_loss)
+    rank = split_sequence(work, P, u=u)
     rank.mesh = f"ring {P // u} x {u}"
     return rank
 
@@ -111,8 +111,8 @@ def pipeline(work, P, schedule="1f1b"):
         W = ((stop - first) * work.layer() + last * work.H) * e + tables * table
         kept, beside = (stop - first) * work.kept() * t, work.backward() * t
         if last:  # which keeps all logits, and at the end makes one tensor of them
-            kept += (work.H * (2 * w + e) + work.V * w * (e < w)) * t
-            beside = max(beside + table, 3 * work.V * t * w) + logits
+            kept += work.H * (2 * w + e) * t
+            beside = max(beside + table, (own_loss(work) - e) * work.V * t) + logits
             beside += table * (s == 0 and work.tied)
         alive = gradients = most = at_once = 0
         for kind, _ in BY_HAND[schedule](m, P, s):
@@ -133,14 +133,14 @@ def pipeline(work, P, schedule="1f1b"):
 
 def by_hand(work, P):
     """`data_parallel.py`: copies of all."""
-    rank = step(work, plain_loss)
+    rank = step(work, own_loss)
     rank.sent = summed(work, rank, P)
     return rank
 
 
 def ddp(work, P):
     """Gradients are views of DDP's buckets, and so there all the time."""
-    rank = step(work, plain_loss)
+    rank = step(work, own_loss)
     rank.sent = ring(work, P, rank.parameters / work.e)
     rank.moments["loss"] += rank.gradients
     rank.moments["last layer"] += rank.gradients - work.table() * work.e
@@ -155,7 +155,7 @@ def zero1(work, P):
     return rank
 
 
-def fully_sharded(work, P, tp=1, loss=plain_loss, own=1.0, base_apart=False, more=0):
+def fully_sharded(work, P, tp=1, loss=own_loss, own=1.0, base_apart=False, more=0):
     """FSDP2: a P-th of everything; layers whole while they run, the ends from forward to backward.
 
     tp: ranks that share a layer besides. base_apart: embedding and last norm are a unit of their
@@ -218,8 +218,8 @@ TECHNIQUES = {
     "ulysses": split_sequence,
     "ring": partial(split_sequence, u=1),
     "usp": usp,
-    "tp x ulysses": partial(split_sequence, loss=split_loss),
-    "tp x ring": partial(split_sequence, u=1, loss=split_loss),
+    "tp x ulysses": split_sequence,
+    "tp x ring": partial(split_sequence, u=1),
     "finetune": finetuning,
     "gpipe": partial(pipeline, schedule="gpipe"),
     "1f1b": pipeline,

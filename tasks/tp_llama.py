@@ -12,7 +12,7 @@ Part 1 and Task 1 show one by one is here together, and a third split with it, t
 
 Why split the vocabulary, where the assignment hints at splitting the embedding *dim* H? Llama-3.2
 ties the embedding to the LM head, so one split must serve both. Rows of the vocabulary suit the
-head: its logits come out split by token, and the loss needs two numbers a token from each rank,
+head: its logits come out split by token, and the loss needs three numbers a token from each rank,
 never the whole (B, S, V), which at V = 128256 is the largest tensor of all. Split along H, the
 head would be row-parallel and would all-reduce that very tensor.
 
@@ -176,32 +176,38 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
     """Cross-entropy of every token from logits that are split over the vocabulary.
 
                 per rank        forward                         backward
-    logits      (T, V/P)        log-sum-exp over V/P, and the   softmax - onehot, local
-                                target's logit where it is here
-    loss        (T,)            all-gather of these 2 T numbers
+    logits      (T, V/P)        largest logit, sum of the       softmax - onehot, local
+                                exponentials of what is below
+                                it, target's logit or 0
+    loss        (T,)            all-gather of these 3 T numbers
 
-    loss = log-sum-exp over all V - target's logit, and the log-sum-exp over V is that of the
-    ranks' log-sum-exps. Nothing of size V is sent or whole. (Megatron-LM has three all-reduces: of
-    the maxima, the target's logits, the exponentials.) Half precision is computed in float32.
+    loss = log sum exp(logits - largest) - (target's logit - largest), with the largest of all V;
+    each rank's sum, which is of its own largest, is scaled to that. Nothing of size V is sent or
+    whole. (Megatron-LM has three all-reduces.) Half precision is computed in float32.
     """
 
     @staticmethod
     def forward(ctx, logits, targets, rows, group):
         first, stop = rows
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        lowest = torch.finfo(wide).min  # which can be subtracted from minus infinity
         here = (targets >= first) & (targets < stop)
         column = (targets - first).clamp(0, stop - first - 1)
-        target = wide.gather(1, column[:, None])[:, 0].masked_fill(~here, 0)
-        everyone = all_gather(torch.stack([wide.logsumexp(-1), target]), group)  # (P, 2, T)
-        lse = everyone[:, 0].logsumexp(0)
-        ctx.save_for_backward(logits, lse, here, column)
-        return lse - everyone[:, 1].sum(0)
+        target = logits.gather(1, column[:, None])[:, 0].masked_fill(~here, 0).to(wide)
+        largest = logits.amax(1).to(wide).clamp(min=lowest)
+        total = logits.to(wide, copy=True).sub_(largest[:, None]).exp_().sum(1)
+        everyone = all_gather(torch.stack([largest, total, target]), group)  # (P, 3, T)
+        largest = everyone[:, 0].amax(0)
+        total = (everyone[:, 1] * (everyone[:, 0] - largest).exp()).sum(0).log()
+        ctx.save_for_backward(logits, largest, total, here, column)
+        return total - (everyone[:, 2].sum(0) - largest)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        logits, lse, here, column = ctx.saved_tensors
-        dlogits = (logits - lse[:, None]).exp_()
+        logits, largest, total, here, column = ctx.saved_tensors
+        dlogits = logits.to(total.dtype, copy=True).sub_(largest[:, None])
+        dlogits.sub_(total[:, None]).exp_()  # softmax
         dlogits[torch.arange(len(column), device=column.device), column] -= here.to(dlogits.dtype)
         return dlogits.mul_(grad[:, None]).to(logits.dtype), None, None, None
 

@@ -36,6 +36,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from utils.collectives import gather_shares, group_of_axis, sum_over_ranks
 from utils.flags import Workload, add_model_flags, make_parser
 from utils.job import start
+from utils.losses import cross_entropy
 from utils.sequence_checks import show_sequence
 from utils.shards import become, check_ids, next_tokens, refuse, shard_range, share_heads
 
@@ -168,11 +169,7 @@ def sum_of_losses(logits, targets):
     At least float32. Zero, with a gradient of zeros, where a rank has no valid label at all: it
     must still take part in the collectives of the backward.
     """
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    valid = targets != -100
-    chosen = logits.gather(-1, targets.masked_fill(~valid, 0)[..., None])[..., 0]
-    # Not F.cross_entropy, whose sums over a large vocabulary lose digits on a CPU.
-    return (logits.logsumexp(-1) - chosen).masked_fill(~valid, 0).sum()
+    return cross_entropy(logits, targets).sum()
 
 
 class SequenceParallelLlama(LlamaForCausalLM):

@@ -229,12 +229,17 @@ BUGS = {
         "head.register_forward_pre_hook(partial(f, enter=enter, group=group), with_kwargs=True)",
         "pass", "grad",
     ),
-    "log-sum-exp of this rank alone": (
-        "tp_llama", 2, "tp_llama.py", "lse = everyone[:, 0].logsumexp(0)",
-        "lse = wide.logsumexp(-1)", "loss",
+    "sum of exponentials of this rank alone": (
+        "tp_llama", 2, "tp_llama.py",
+        "total = (everyone[:, 1] * (everyone[:, 0] - largest).exp()).sum(0).log()",
+        "total = total.log()", "loss",
+    ),
+    "sums of exponentials that are not scaled to one largest": (
+        "tp_llama", 2, "tp_llama.py", "(everyone[:, 1] * (everyone[:, 0] - largest).exp())",
+        "everyone[:, 1]", "loss",
     ),
     "target's logit of this rank alone": (
-        "tp_llama", 2, "tp_llama.py", "everyone[:, 1].sum(0)", "target", "loss",
+        "tp_llama", 2, "tp_llama.py", "everyone[:, 2].sum(0)", "target", "loss",
     ),
     "cross-entropy's gradient without the target": (
         "tp_llama", 2, "tp_llama.py", "column] -= here.to(dlogits.dtype)", "column] -= 0",
@@ -527,8 +532,8 @@ BUGS = {
         "logits, same bits on all ranks",
     ),
     "ranks' losses differ in the last bits": (
-        "tp_llama", 2, "tp_llama.py", "lse = everyone[:, 0].logsumexp(0)",
-        "lse = everyone[:, 0].logsumexp(0) * (1 + 2e-7 * group.rank())",
+        "tp_llama", 2, "tp_llama.py", "largest).exp()).sum(0).log()",
+        "largest).exp()).sum(0).log() * (1 + 2e-7 * group.rank())",
         "loss, same bits on all ranks",
     ),
     # Small errors, in float32; the gradients of Task 2's model alone.

@@ -35,7 +35,7 @@ class TiledLoss(torch.autograd.Function):
             logits = F.linear(n, head_weight).to(wide)
             chosen, largest = logits.gather(1, target), logits.amax(1, keepdim=True)
             total = logits.sub_(largest).exp_().sum(1, keepdim=True)
-            loss += (valid * (total.log() + largest - chosen)).sum()
+            loss += (valid * (total.log() - (chosen - largest))).sum()
             logits.mul_(valid / total).scatter_add_(1, target, -valid)  # d loss / d logits
             dlogits = logits.to(x.dtype)
             if train_head:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from utils.errors import UserError
 from utils.generation import check_continuation, encode_prompts, recompute
+from utils.losses import cross_entropy
 from utils.measure import measure_memory, measure_time
 from utils.shards import shard_of
 from utils.tolerance import LIMITS
@@ -81,11 +82,8 @@ def token_losses(logits, labels):
     Not by PyTorch's cross-entropy: of 49,152 logits in float32, on a CPU, it alone is off by more
     than the whole model before it; and so would be all the gradients of the reference.
     """
-    logits, labels = logits[:, :-1], labels[:, 1:]
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    valid = labels != -100
-    chosen = logits.gather(-1, labels.masked_fill(~valid, 0)[..., None])[..., 0]
-    return (logits.logsumexp(-1) - chosen).masked_fill(~valid, 0)
+    targets = F.pad(labels[:, 1:], (0, 1), value=-100)  # the last token's: no copy of the logits
+    return cross_entropy(logits, targets)[:, :-1]
 
 
 def plain_loss(model, labels, **inputs):

@@ -1,0 +1,44 @@
+"""Cross-entropy of large vocabularies: exact in float32, and of little memory.
+
+It is `F.cross_entropy`, which loses digits here: its sums over a large vocabulary do on a CPU. And
+of the vocabulary's size it keeps nothing but the logits. (Peaks: the logits, and one more tensor
+like them, in float32 at least.) `tp_llama.py` has the same of logits that are split.
+"""
+
+import torch
+from torch.autograd.function import once_differentiable
+
+
+class CrossEntropy(torch.autograd.Function):
+    """Of logits (..., V) and targets (...), the loss of every token, (...).
+
+    loss = log sum exp(logits - largest) - (target's logit - largest). Without the largest, sums of
+    exponentials overflow; and were it added to their logarithm again, as in `logsumexp`, the result
+    would be rounded to the largest's size, and the gradient, which is made from it, as well.
+    """
+
+    @staticmethod
+    def forward(ctx, logits, targets):
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        lowest = torch.finfo(wide).min  # which can be subtracted from minus infinity
+        largest = logits.amax(-1, keepdim=True).to(wide).clamp(min=lowest)
+        total = logits.to(wide, copy=True).sub_(largest).exp_().sum(-1, keepdim=True).log_()
+        ctx.save_for_backward(logits, targets, largest, total)
+        return (total - (logits.gather(-1, targets[..., None]) - largest))[..., 0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        logits, targets, largest, total = ctx.saved_tensors
+        dlogits = logits.to(total.dtype, copy=True).sub_(largest).sub_(total).exp_()  # softmax
+        dlogits.scatter_add_(-1, targets[..., None], -torch.ones_like(total))
+        return dlogits.mul_(grad[..., None]).to(logits.dtype), None
+
+
+def cross_entropy(logits, targets, ignore_index=-100):
+    """Cross-entropy of every token; 0 for targets of ignore_index. (..., V), (...) -> (...).
+
+    In float32 at least. Raises an error for other targets that are no words.
+    """
+    ignored = targets == ignore_index
+    return CrossEntropy.apply(logits, targets.masked_fill(ignored, 0)).masked_fill(ignored, 0)
