@@ -230,6 +230,13 @@ if __name__ == "__main__":
         dist.reduce(torch.ones(3), 0, group=again)  # by gloo
         dist.destroy_process_group(again)
 
+    for i in range(300):  # by gloo, whose threads let go of Python's tensors
+        parts = [torch.full((999,), float(i)), torch.full((999,), i + 1.0)]
+        out, found = torch.empty(999), [torch.empty(999), torch.empty(999)]
+        dist.scatter(out, parts if rank == 0 else None)
+        dist.gather(out, found if rank == 0 else None)
+        assert (out == i + rank).all() and (rank or torch.equal(found[1], parts[1]))
+
     is_sum(torch.ones(4).to_sparse())
     dist.broadcast(torch.ones(0)[::2], 0)
     minus = torch.full((5,), 1 + 1j).conj().imag  # "negative bit set"

@@ -72,7 +72,7 @@ def collective(function):
 
 
 class SharedMemoryGroup(dist.ProcessGroup):
-    """What is not overridden here goes to gloo, which the base class hands it to.
+    """What is not overridden here goes to gloo: see `by_gloo`.
 
     A collective is over when its call returns, also with async_op. A message goes on while its rank
     waits here, for whatever; not while it waits by gloo, or computes.
@@ -281,6 +281,25 @@ def loopback():
     """gloo's device, one for all groups of a process: each has a thread that wakes up 100 times a
     second, also where nothing is sent, and a mesh of transformers makes six groups."""
     return dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
+
+
+def by_gloo(name):
+    """A method that gloo has.
+
+    The base class would hand it on as well. But in PyTorch 2.14 and 2.15 it does so while it holds
+    Python's lock, and waits for gloo's lock, whose holder may wait for Python's: all stands still.
+    """
+
+    def method(self, *args, **kwargs):
+        if METERS:
+            raise NotImplementedError(f"{name}: it is not known what this sends")
+        return getattr(self.gloo, name)(*args, **kwargs)
+
+    return method
+
+
+for name in ("reduce", "gather", "scatter", "alltoall", "allreduce_coalesced"):
+    setattr(SharedMemoryGroup, name, by_gloo(name))
 
 
 # ---------------------------------------------------------------- tensors
