@@ -164,7 +164,7 @@ def train(run, model, optimizer, forward_backward, batches, losses, steps, save)
         optimizer.zero_grad()
         loss = forward_backward(model, batches(i), norms=norms)
         mine = torch.stack([x.double() for x in (loss, loss.new_tensor(len(stopped)), *norms)])
-        parts, stops, *norms = all_gather(mine, base_of(model).group).T.tolist()
+        parts, stops, *norms = all_gather(mine, base_of(model).get_group()).T.tolist()
         refuse_nan(i, "the loss", parts)
         for name, of_ranks in zip(parameters, norms, strict=True):
             refuse_nan(i, f"the gradient of {name}", of_ranks)

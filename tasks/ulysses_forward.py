@@ -77,7 +77,7 @@ def ulysses_attention(module, query, key, value, attention_mask, **kwargs):
     attention_mask: see `sequence_mask`. Returns the output and None, as Hugging Face wants it.
     """
     assert attention_mask is not None, "model.model needs attention_mask=sequence_mask(S)"
-    share = module.group, module.heads, attention_mask.shape[-1]
+    share = module.get_group(), module.heads, attention_mask.shape[-1]
     query, key, value = to_heads(query, key, value, *share)
     attend = partial(ALL_ATTENTION_FUNCTIONS["sdpa"], module, **kwargs)
     if attention_mask.dtype == torch.long:
@@ -234,7 +234,7 @@ class SequenceParallelLlama(LlamaForCausalLM):
             loss = self.sum_of_losses(output.logits, mine(targets, -100))
             if num_items_in_batch is None:
                 num_items_in_batch = (targets != -100).sum().clamp(min=1)
-            output.loss = sum_over_ranks(loss, self.group) / num_items_in_batch
+            output.loss = sum_over_ranks(loss, self.get_group()) / num_items_in_batch
         return output.to_tuple() if return_dict is False else output
 
     seen = staticmethod(sequence_mask)  # what attention is told; (length, padding mask, device)
@@ -246,11 +246,11 @@ class SequenceParallelLlama(LlamaForCausalLM):
 
     def tokens(self, length):
         """Which of a sequence's tokens this rank has."""
-        return slice(*shard_range(length, self.group.size(), self.group.rank()))
+        return slice(*shard_range(length, self.get_group().size(), self.get_group().rank()))
 
     def whole(self, x, length):
         """(B, length, ...), on all ranks, from each one's tokens."""
-        return gather_shares(x, 1, length, self.group)
+        return gather_shares(x, 1, length, self.get_group())
 
     def save_pretrained(self, *args, **kwargs):
         """The whole model, as it was before: each rank has all weights."""
@@ -290,9 +290,9 @@ def formula(model, B, S, group=None):
     """Bytes that each rank sends in one layer, forward; as many backward. The mean over ranks.
 
     For sizes that divide: (P-1)/P (T/P) e D (2N + 2 max(K, P)), with T = B S tokens of e bytes.
-    group: of those that exchange heads; default `model.group`.
+    group: of those that exchange heads; default `model.get_group()`.
     """
-    attention, group = model.model.layers[0].self_attn, group or model.group
+    attention, group = model.model.layers[0].self_attn, group or model.get_group()
     tokens, queries, keys = numbers(group, attention.heads, S)
     pairs = list(permutations(range(group.size()), 2))
     sent = sum(tokens[a] * (queries[b] + 2 * keys[b]) + tokens[b] * queries[a] for a, b in pairs)

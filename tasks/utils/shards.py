@@ -5,6 +5,7 @@ Shapes as in `utils/__init__.py`.
 """
 
 import copy
+import weakref
 from fnmatch import fnmatch
 from functools import cache
 
@@ -93,16 +94,29 @@ def keep_shard(layer, dim, start, stop):
     for name, full in list(layer.named_parameters(recurse=False)):
         if dim < full.dim():
             piece = full.detach().narrow(dim, start, stop - start).clone()
-            shard = nn.Parameter(piece, requires_grad=full.requires_grad)
             region = list(shard_of(full))
             first = region[dim].start  # not 0 where `full` is a slice itself
             region[dim] = slice(first + start, first + stop)
-            shard.shard = tuple(region)
-            setattr(layer, name, shard)
+            shard = nn.Parameter(piece, requires_grad=full.requires_grad)
+            setattr(layer, name, mark_shard(shard, tuple(region)))
     if isinstance(layer, nn.Linear):
         layer.out_features, layer.in_features = layer.weight.shape
     else:
         layer.num_embeddings = len(layer.weight)
+
+
+def mark_shard(parameter, region):
+    """Let a parameter, and its deep copies, remember what `shard_of` tells: its region. Returns it.
+
+    PyTorch's own deep copy of a parameter forgets attributes.
+    """
+    itself = weakref.ref(parameter)  # it would not be freed at once if it held itself
+
+    def copied(memo):
+        return mark_shard(nn.Parameter.__deepcopy__(itself(), memo), region)
+
+    parameter.shard, parameter.__deepcopy__ = region, copied
+    return parameter
 
 
 def shard_of(parameter):
@@ -147,6 +161,19 @@ def with_whole_logits(whole):
         return output
 
     return hook
+
+
+def held(group):
+    """A function that returns `group`, for a module to have: deep copies of it have the same group.
+
+    copy.deepcopy cannot copy a process group, but takes a function as it is.
+    """
+    return lambda: group
+
+
+def bound(function, **given):
+    """As functools.partial, whose arguments copy.deepcopy would copy; see `held`."""
+    return lambda *args, **kwargs: function(*args, **given, **kwargs)
 
 
 def refuse_as_whole(model):
@@ -204,8 +231,8 @@ def become(model, kind, group, name, attend):
         if hasattr(module, "config"):
             module.config = config
     for layer in model.model.layers:
-        layer.self_attn.group = group
-    model.__class__, model.group = kind, group
+        layer.self_attn.get_group = held(group)
+    model.__class__, model.get_group = kind, held(group)
     model.parts, model.multiple = group.size(), 1  # see `SequenceParallelLlama.padded`
 
 

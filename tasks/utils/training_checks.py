@@ -110,7 +110,7 @@ def check_step(run, model, references, optimizers, compute, ids, inputs):
     expected, own = expect_step(run, references, inputs)
     model.zero_grad()
     # Of all shares of the sequence.
-    parts = all_gather(compute(model, ids).double(), base_of(model).group)
+    parts = all_gather(compute(model, ids).double(), base_of(model).get_group())
     loss = parts.new_tensor(sum(parts.tolist()))  # in the order that training adds in
     run.compare("losses", [(loss, *(x.double() for x in expected))], own=own)
     compare_gradients(run, lambda n: f"{kind_of(n)} grad", model, references)
@@ -144,7 +144,7 @@ def check_in_float32(run, model, compute, ids, expected, own):
     narrow = [p for p in model.parameters() if p.dtype == run.dtype]
     for parameter in narrow:
         parameter.data = parameter.data.float()
-    loss = all_gather(compute(model, ids), base_of(model).group).sum(0)
+    loss = all_gather(compute(model, ids), base_of(model).get_group()).sum(0)
     model.zero_grad()
     for parameter in narrow:
         parameter.data = parameter.data.to(run.dtype)
@@ -158,7 +158,7 @@ def check_techniques(run, model, references, compute, alone, ids, expected, own)
     for name, techniques in alone:
         model.zero_grad()
         loss = compute(model, ids, techniques=techniques)
-        loss = all_gather(loss, base_of(model).group).sum(0)
+        loss = all_gather(loss, base_of(model).get_group()).sum(0)
         run.check(f"{name}: loss", [(loss, *(x.to(loss) for x in expected))], own=own)
         check = f"{name}: gradients"
         compare_gradients(run, lambda _, check=check: check, model, references)
