@@ -33,6 +33,7 @@ from torch.autograd.function import once_differentiable
 from transformers import LlamaForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from utils.adapters import check_by_token
 from utils.collectives import gather_shares, group_of_axis, sum_over_ranks
 from utils.flags import Workload, add_model_flags, make_parser
 from utils.job import start
@@ -193,7 +194,11 @@ class SequenceParallelLlama(LlamaForCausalLM):
         `output.logits` is this rank's (B, S/P, V), and the loss, a sum over all ranks' tokens
         divided by the number of all valid labels, is the same on every rank. Backward, each rank
         keeps the gradient of its own tokens' part of either, so nothing is counted P times.
+
+        Raises ValueError for what depends on more than a rank's tokens: some arguments, and some of
+        PEFT's adapters (`check_by_token`).
         """
+        check_by_token(self.lm_head)  # AdaLoRA calls this, which calls no hooks
         refuse(kwargs, "logits_to_keep", "num_logits_to_keep", "output_attentions", "shift_labels",
                "ignore_index")  # fmt: skip
         if cache is not None or kwargs.pop("past_key_values", None) is not None:

@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
+from utils.adapters import check_by_token, guard, refuse_adapters
 from utils.errors import UserError
 
 
@@ -179,9 +180,12 @@ def bound(function, **given):
 def refuse_as_whole(model):
     """A model of slices says no where it would be taken for a whole one: to save it, or split it.
 
-    Raises ValueError as `check_whole` does.
+    To PEFT's adapters, too: those that it has, and at its first forward those that it gets later.
+    Raises ValueError as `check_whole` and `refuse_adapters` do.
     """
     check_whole(model)
+    refuse_adapters(model)
+    guard(model, refuse_adapters)
 
     def save_pretrained(*_, **__):
         raise ValueError("save_pretrained: each rank has slices only; save the model before")
@@ -214,7 +218,8 @@ def become(model, kind, group, name, attend):
 
     name: of attend, in transformers' list. `model.before` are the configurations that it had, which
     others may share. Weights may be `keep_shard`'s slices. Raises ValueError as `check_ordinary`
-    does, and UserError for RoPE that depends on the length of the sequence.
+    does, and UserError for RoPE that depends on the length of the sequence. Adapters that are not
+    right raise ValueError at the first forward, see `check_by_token`.
     """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -232,6 +237,7 @@ def become(model, kind, group, name, attend):
             module.config = config
     for layer in model.model.layers:
         layer.self_attn.get_group = held(group)
+    guard(model, check_by_token)
     model.__class__, model.get_group = kind, held(group)
     model.parts, model.multiple = group.size(), 1  # see `SequenceParallelLlama.padded`
 

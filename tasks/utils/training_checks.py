@@ -1,6 +1,7 @@
 """How training is held against a single-rank run of plain PEFT: losses, gradients, parameters."""
 
 import torch
+from transformers import LlamaForCausalLM
 
 from utils.checkpoint import fingerprint
 from utils.checks import kind_of
@@ -11,7 +12,7 @@ from utils.tolerance import LIMITS
 
 def base_of(model):
     """The LlamaForCausalLM, which may be under PEFT."""
-    return model.get_base_model() if hasattr(model, "peft_config") else model
+    return next(module for module in model.modules() if isinstance(module, LlamaForCausalLM))
 
 
 def trained(model):
