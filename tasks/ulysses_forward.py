@@ -198,7 +198,7 @@ class SequenceParallelLlama(LlamaForCausalLM):
         Raises ValueError for what depends on more than a rank's tokens: some arguments, and some of
         PEFT's adapters (`check_by_token`).
         """
-        check_by_token(self.lm_head)  # AdaLoRA calls this, which calls no hooks
+        check_by_token(self.lm_head)  # PEFT may call this without any hooks
         refuse(kwargs, "logits_to_keep", "num_logits_to_keep", "output_attentions", "shift_labels",
                "ignore_index")  # fmt: skip
         if cache is not None or kwargs.pop("past_key_values", None) is not None:
