@@ -226,7 +226,7 @@ BUGS = {
     ),
     "no f before the LM head": (
         "tp_llama", 2, "tp_llama.py",
-        "head.register_forward_pre_hook(partial(f, enter=enter, group=group), with_kwargs=True)",
+        "head.register_forward_pre_hook(bound(f, enter=enter, group=group), with_kwargs=True)",
         "pass", "grad",
     ),
     "log-sum-exp of this rank alone": (
@@ -1076,8 +1076,8 @@ BUGS = {
         'mesh["sp"], parallelize', 'mesh["tp"], parallelize', "grad",
     ),
     "a split sequence's loss is of other words": (
-        "tp_ulysses", 2, "tp_llama.py", "partial(sum_of_losses, rows=rows,",
-        "partial(sum_of_losses, rows=(rows[0] + 1, rows[1] + 1),", "loss",
+        "tp_ulysses", 2, "tp_llama.py", "bound(sum_of_losses, rows=rows,",
+        "bound(sum_of_losses, rows=(rows[0] + 1, rows[1] + 1),", "loss",
     ),
     "neighbours deal out tokens backwards": (
         "tp_ulysses --sequence usp --tp 1 --ulysses 2", 4, "tp_ulysses.py",
