@@ -170,7 +170,7 @@ class MeshRecorder(Recorder):
         weights = attention.q_proj.weight, attention.k_proj.weight
         made = [[end // attention.head_dim for end in (part.start, part.stop)]
                 for part in (shard_of(weight)[0] for weight in weights)]  # fmt: skip
-        attended = attention.heads[attention.group.rank()]
+        attended = attention.heads[attention.get_group().rank()]
         pairs = zip(made, attended, strict=True)
         holds["made"] = made
         holds["attended"] = [[first + start, first + stop] for (first, _), (start, stop) in pairs]

@@ -19,6 +19,7 @@ trains both models on one batch, to almost no loss along the same curve.
 """
 
 from functools import partial
+from types import MethodType
 
 import torch
 import torch.distributed as dist
@@ -43,6 +44,7 @@ from utils.job import start
 from utils.model_checks import check_overfitting, show_model
 from utils.shards import (
     apply_plan,
+    held,
     keep_shard,
     local_part,
     next_tokens,
@@ -101,12 +103,12 @@ class VocabularyRows(ParallelStyle):
         if (ranks - 1) * -(-tokens // ranks) >= tokens:  # equal chunks, the last short
             raise UserError(f"{ranks} ranks share {tokens} tokens: some have none; fewer ranks")
 
-        def forward(ids):
+        def forward(module, ids):
             weight = module.weight.to_local(grad_placements=[Shard(0)])
             rows = local_rows(ids, weight, first, tokens, module.padding_idx)
             return self.sum(DTensor.from_local(rows, mesh, [Partial()]))
 
-        module.forward = forward
+        module.forward = MethodType(forward, module)  # whose deep copy has the copy's weight
         return module
 
 
@@ -183,7 +185,7 @@ class WholeHeads(ParallelStyle):
             if mesh.get_local_rank() != 0:
                 module.bias = None  # it must enter the sum over ranks once
         if self.holders:
-            module.__class__, module.holders = SharedLinear, self.holders
+            module.__class__, module.get_holders = SharedLinear, held(self.holders)
         return module
 
 

@@ -90,7 +90,8 @@ def choose_among_ranks(model, logits):
     row = F.embedding(index, embedding.weight)[:, 0]  # (B, H)
     wide = torch.promote_types(row.dtype, torch.float32)  # holds whole numbers up to 2^24
     value, token = logits[:, 0].gather(-1, index), index + embedding.rows[0]
-    offers = all_gather(torch.cat([x.to(wide) for x in (value, token, row)], -1), embedding.group)
+    offer = torch.cat([x.to(wide) for x in (value, token, row)], -1)
+    offers = all_gather(offer, embedding.get_group())
     rows = torch.arange(len(index), device=index.device)
     best = offers[offers[:, :, 0].argmax(0), rows]  # (B, 2 + H)
     return best[:, 1:2].long(), best[:, None, 2:].to(row.dtype)

@@ -252,7 +252,7 @@ def ring_attention(module, query, key, value, attention_mask, dropout=0.0, **kwa
     if dropout:
         raise ValueError("attention dropout: not in a ring")
     real = attention_mask[:, 0, 0] if attention_mask.shape[2] else None
-    ring = Ring(module.group, attention_mask.shape[-1], module.zigzag, real)
+    ring = Ring(module.get_group(), attention_mask.shape[-1], module.zigzag, real)
     return RingAttention.apply(query, key, value, ring).transpose(1, 2), None
 
 
@@ -260,7 +260,7 @@ class RingLlama(SequenceParallelLlama):
     """Takes and gives whole sequences, in order, as Task 4's; tokens are dealt out by a ring."""
 
     def order(self, length):
-        return Ring(self.group, length, self.zigzag).order()
+        return Ring(self.get_group(), length, self.zigzag).order()
 
     def tokens(self, length):
         return self.order(length)[super().tokens(length)]
@@ -294,7 +294,7 @@ def ring_parallelize(model, mesh, zigzag=True):
 
 def formula(model, B, S, group=None, keys=None):
     """Bytes that a rank, of so many KV heads, sends in one layer, forward and backward; means."""
-    ring, dtype = Ring(group or model.group, S, model.zigzag), model.dtype
+    ring, dtype = Ring(group or model.get_group(), S, model.zigzag), model.dtype
     hops = sum(ring.size(chunk) * ring.last_hop[chunk] for chunk in range(len(ring.tokens)))
     keys = keys or heads_of(model)[1]
     numbers = 2 * B * hops / ring.P * keys * model.config.head_dim

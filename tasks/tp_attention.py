@@ -41,7 +41,7 @@ from utils.float64 import Rotary64
 from utils.job import start
 from utils.models import materialize
 from utils.presets import PRESETS
-from utils.shards import keep_shard, shard_heads
+from utils.shards import held, keep_shard, shard_heads
 
 SHAPES = {
     "assignment": dict(hidden_size=4096, num_attention_heads=32, num_key_value_heads=8),
@@ -80,7 +80,7 @@ def tensor_parallelize_attention(attention, mesh):
     if ranks > num_kv_heads:
         holders_group = subgroup(group, f"of {num_kv_heads}", *holders)
         for layer in attention.k_proj, attention.v_proj:
-            layer.__class__, layer.holders = SharedLinear, holders_group
+            layer.__class__, layer.get_holders = SharedLinear, held(holders_group)
 
     def f(module, args, kwargs):
         return args, kwargs | {"hidden_states": copy_to_ranks(kwargs["hidden_states"], group)}

@@ -24,7 +24,6 @@ logits), continues a prompt greedily, and measures time and memory of both.
 """
 
 import argparse
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -45,7 +44,9 @@ from utils.flags import Workload, add_model_flags, make_parser
 from utils.job import start
 from utils.model_checks import plain_loss, show_model
 from utils.shards import (
+    bound,
     check_ids,
+    held,
     keep_shard,
     next_tokens,
     refuse_as_whole,
@@ -93,7 +94,7 @@ def tensor_parallelize(model, mesh, vocab_parallel=True, pair=None):
         for projection in attention.k_proj, attention.v_proj:
             keep_shard(projection, 0, keys[0] * D, keys[1] * D)
             if ranks > num_kv_heads:
-                projection.__class__, projection.holders = SharedLinear, holders_group
+                projection.__class__, projection.get_holders = SharedLinear, held(holders_group)
         keep_shard(attention.o_proj, 1, queries[0] * D, queries[1] * D)
         attention.num_key_value_groups = (queries[1] - queries[0]) // (keys[1] - keys[0])
 
@@ -102,8 +103,8 @@ def tensor_parallelize(model, mesh, vocab_parallel=True, pair=None):
         keep_shard(mlp.down_proj, 1, *units)
 
         for block, last in (attention, attention.o_proj), (mlp, mlp.down_proj):
-            block.register_forward_pre_hook(partial(f, enter=enter, group=group), with_kwargs=True)
-            last.register_forward_hook(partial(g, leave=leave, group=group))
+            block.register_forward_pre_hook(bound(f, enter=enter, group=group), with_kwargs=True)
+            last.register_forward_hook(bound(g, leave=leave, group=group))
             if rank != 0:
                 last.bias = None  # it must enter the sum over ranks once: rank 0 adds it
 
@@ -139,11 +140,12 @@ def split_vocabulary(model, group, enter=copy_to_ranks):
     else:
         keep_shard(head, 0, *rows)
     embedding.__class__ = VocabParallelEmbedding
-    embedding.rows, embedding.group, embedding.vocab_size = rows, group, vocab_size
-    head.register_forward_pre_hook(partial(f, enter=enter, group=group), with_kwargs=True)
-    model.sum_of_losses = partial(sum_of_losses, rows=rows, group=group)
-    model.loss_function = partial(vocab_parallel_loss, rows=rows, group=group)
-    gather = partial(gather_shares, dim=-1, size=vocab_size, group=group)
+    embedding.get_group = held(group)
+    embedding.rows, embedding.vocab_size = rows, vocab_size
+    head.register_forward_pre_hook(bound(f, enter=enter, group=group), with_kwargs=True)
+    model.sum_of_losses = bound(sum_of_losses, rows=rows, group=group)
+    model.loss_function = bound(vocab_parallel_loss, rows=rows, group=group)
+    gather = bound(gather_shares, dim=-1, size=vocab_size, group=group)
     model.register_forward_hook(with_whole_logits(gather), with_kwargs=True)
 
 
@@ -152,7 +154,7 @@ class VocabParallelEmbedding(nn.Embedding):
 
     def forward(self, ids):
         """ids (B, S) -> (B, S, H): this rank's rows, then g."""
-        return sum_over_ranks(self.part(ids), self.group)
+        return sum_over_ranks(self.part(ids), self.get_group())
 
     def part(self, ids):
         return local_rows(ids, self.weight, self.rows[0], self.vocab_size, self.padding_idx)

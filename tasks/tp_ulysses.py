@@ -50,7 +50,7 @@ from utils.errors import UserError
 from utils.flags import Workload, add_model_flags, make_parser, positive
 from utils.job import start
 from utils.sequence_checks import show_sequence
-from utils.shards import become, shard_heads, shard_range, share_heads, sides_of
+from utils.shards import become, held, shard_heads, shard_range, share_heads, sides_of
 
 # ---------------------------------------------------------------- the technique: Megatron's tokens
 
@@ -157,10 +157,10 @@ def split_between_blocks(model, group):
 
 
 def usp_attention(module, query, key, value, attention_mask, **kwargs):
-    """Shapes as `ulysses_attention`'s, among `module.inner`; attention_mask: `RingLlama.seen`."""
-    S, ring = attention_mask.shape[-1], module.group
+    """Shapes as `ulysses_attention`'s, among the neighbours; attention_mask: `RingLlama.seen`."""
+    S, ring = attention_mask.shape[-1], module.get_group()
     first, stop = shard_range(S, ring.size(), ring.rank())
-    share = module.inner, module.heads, stop - first
+    share = module.get_inner(), module.heads, stop - first
     query, key, value = to_heads(query, key, value, *share)
     output, _ = ring_attention.ring_attention(module, query, key, value, attention_mask, **kwargs)
     return to_tokens(output, *share), None
@@ -170,15 +170,17 @@ class USPLlama(RingLlama):
     """Takes and gives whole sequences; a ring's share of the tokens is `inner` ranks' together."""
 
     def order(self, length):
-        return Ring(self.ring, length, self.zigzag).order()
+        return Ring(self.get_ring(), length, self.zigzag).order()
 
     def tokens(self, length):
-        mine = self.order(length)[slice(*shard_range(length, self.ring.size(), self.ring.rank()))]
-        return mine[slice(*shard_range(len(mine), self.inner.size(), self.inner.rank()))]
+        ring, inner = self.get_ring(), self.get_inner()
+        mine = self.order(length)[slice(*shard_range(length, ring.size(), ring.rank()))]
+        return mine[slice(*shard_range(len(mine), inner.size(), inner.rank()))]
 
     def whole(self, x, length):
-        first, stop = shard_range(length, self.ring.size(), self.ring.rank())
-        x = gather_shares(gather_shares(x, 1, stop - first, self.inner), 1, length, self.ring)
+        ring, inner = self.get_ring(), self.get_inner()
+        first, stop = shard_range(length, ring.size(), ring.rank())
+        x = gather_shares(gather_shares(x, 1, stop - first, inner), 1, length, ring)
         return x[:, self.order(length).argsort().to(x.device)]
 
 
@@ -197,10 +199,10 @@ def usp_parallelize(model, mesh, ulysses, zigzag=True):
     become(model, USPLlama, group, "usp", usp_attention)
     share_heads(model, inner)
     for module in [model, *(layer.self_attn for layer in model.model.layers)]:
-        module.zigzag, module.inner = zigzag, inner
+        module.zigzag, module.get_inner = zigzag, held(inner)
     for layer in model.model.layers:
-        layer.self_attn.group = ring
-    model.ring = ring
+        layer.self_attn.get_group = held(ring)
+    model.get_ring = held(ring)
     return model
 
 
@@ -261,7 +263,7 @@ def formula(model, B, S, mesh, sequence, megatron_sp):
     elif sequence == "ring":
         sent = ring_attention.formula(model, B, S)
     else:
-        ring, inner = model.ring, model.inner
+        ring, inner = model.get_ring(), model.get_inner()
         shares = [shard_range(S, ring.size(), rank) for rank in range(ring.size())]
         exchange = partial(ulysses_forward.formula, model, B, group=inner)
         exchanged = sum(exchange(stop - start) for start, stop in shares) / ring.size()

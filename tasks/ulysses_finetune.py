@@ -57,6 +57,7 @@ from memory.finetune import (
 from memory.long_sequence import sequence_loss
 from ring_attention import ring_parallelize
 from ulysses_forward import documents_of, sequence_parallelize, sum_of_losses
+from utils.adapters import check_by_token
 from utils.checkpoint import Checkpoints
 from utils.collectives import all_gather, sum_gradients
 from utils.documents import one_by_one
@@ -91,6 +92,7 @@ def shard_loss(model, ids, mesh, techniques=None):
     model: a sequence-parallel LlamaForCausalLM, alone or under PEFT. mesh: of the one axis on which
     the sequence is split. ids: (B, S), on all ranks; or packed, (B, 2, n + S): `documents.pack`.
     techniques: what saves memory, see `memory/long_sequence.py`; None: Task 4's own forward.
+    Raises ValueError for PEFT's methods that are more than a loss of each token (`check_by_token`).
 
                     whole               this rank's
     ids             (B, n + S)          (B, (n+S)/P)        -100: a virtual token, or filler
@@ -100,6 +102,7 @@ def shard_loss(model, ids, mesh, techniques=None):
     logits                              (B, (n+S)/P, V)     or a few tokens', with techniques
     """
     base, prompt = base_of(model), virtual_tokens(model, len(ids))
+    check_by_token(base)
     n, embed = prompt.shape[1], base.get_input_embeddings()
     if ids.dim() == 3:
         ids, places = ids.unbind(1)
@@ -143,9 +146,16 @@ def forward_backward(model, ids, mesh, techniques=None, norms=None):
 
 
 def virtual_tokens(model, batch_size):
-    """The virtual prompt, (B, n, H); n is 0 without prompt tuning."""
-    configs = getattr(model, "peft_config", {})
-    if any(config.is_prompt_learning for config in configs.values()):
+    """The virtual prompt, (B, n, H); n is 0 without prompt tuning.
+
+    Raises ValueError for prompts that are no embeddings (prefix tuning) or bring their own loss.
+    """
+    config = getattr(model, "active_peft_config", None)
+    enabled = getattr(model.forward, "__self__", model) is model  # not under `disable_adapter`
+    if config and config.is_prompt_learning and enabled:
+        if (kind := config.peft_type) not in ("PROMPT_TUNING", "P_TUNING"):
+            raise ValueError(f"{kind.value}: of PEFT's prompts only PROMPT_TUNING and P_TUNING are "
+                             "virtual tokens of this loss")  # fmt: skip
         return model.get_prompt(batch_size)
     return torch.empty(batch_size, 0, model.config.hidden_size, device=model.device)
 
@@ -164,7 +174,7 @@ def train(run, model, optimizer, forward_backward, batches, losses, steps, save)
         optimizer.zero_grad()
         loss = forward_backward(model, batches(i), norms=norms)
         mine = torch.stack([x.double() for x in (loss, loss.new_tensor(len(stopped)), *norms)])
-        parts, stops, *norms = all_gather(mine, base_of(model).group).T.tolist()
+        parts, stops, *norms = all_gather(mine, base_of(model).get_group()).T.tolist()
         refuse_nan(i, "the loss", parts)
         for name, of_ranks in zip(parameters, norms, strict=True):
             refuse_nan(i, f"the gradient of {name}", of_ranks)

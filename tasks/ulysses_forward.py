@@ -33,6 +33,7 @@ from torch.autograd.function import once_differentiable
 from transformers import LlamaForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from utils.adapters import check_by_token
 from utils.collectives import gather_shares, group_of_axis, sum_over_ranks
 from utils.flags import Workload, add_model_flags, make_parser
 from utils.job import start
@@ -78,7 +79,7 @@ def ulysses_attention(module, query, key, value, attention_mask, **kwargs):
     attention_mask: see `sequence_mask`. Returns the output and None, as Hugging Face wants it.
     """
     assert attention_mask is not None, "model.model needs attention_mask=sequence_mask(S)"
-    share = module.group, module.heads, attention_mask.shape[-1]
+    share = module.get_group(), module.heads, attention_mask.shape[-1]
     query, key, value = to_heads(query, key, value, *share)
     attend = partial(ALL_ATTENTION_FUNCTIONS["sdpa"], module, **kwargs)
     if attention_mask.dtype == torch.long:
@@ -190,7 +191,11 @@ class SequenceParallelLlama(LlamaForCausalLM):
         `output.logits` is this rank's (B, S/P, V), and the loss, a sum over all ranks' tokens
         divided by the number of all valid labels, is the same on every rank. Backward, each rank
         keeps the gradient of its own tokens' part of either, so nothing is counted P times.
+
+        Raises ValueError for what depends on more than a rank's tokens: some arguments, and some of
+        PEFT's adapters (`check_by_token`).
         """
+        check_by_token(self.lm_head)  # PEFT may call this without any hooks
         refuse(kwargs, "logits_to_keep", "num_logits_to_keep", "output_attentions", "shift_labels",
                "ignore_index")  # fmt: skip
         if cache is not None or kwargs.pop("past_key_values", None) is not None:
@@ -231,7 +236,7 @@ class SequenceParallelLlama(LlamaForCausalLM):
             loss = self.sum_of_losses(output.logits, mine(targets, -100))
             if num_items_in_batch is None:
                 num_items_in_batch = (targets != -100).sum().clamp(min=1)
-            output.loss = sum_over_ranks(loss, self.group) / num_items_in_batch
+            output.loss = sum_over_ranks(loss, self.get_group()) / num_items_in_batch
         return output.to_tuple() if return_dict is False else output
 
     seen = staticmethod(sequence_mask)  # what attention is told; (length, padding mask, device)
@@ -243,11 +248,11 @@ class SequenceParallelLlama(LlamaForCausalLM):
 
     def tokens(self, length):
         """Which of a sequence's tokens this rank has."""
-        return slice(*shard_range(length, self.group.size(), self.group.rank()))
+        return slice(*shard_range(length, self.get_group().size(), self.get_group().rank()))
 
     def whole(self, x, length):
         """(B, length, ...), on all ranks, from each one's tokens."""
-        return gather_shares(x, 1, length, self.group)
+        return gather_shares(x, 1, length, self.get_group())
 
     def save_pretrained(self, *args, **kwargs):
         """The whole model, as it was before: each rank has all weights."""
@@ -287,9 +292,9 @@ def formula(model, B, S, group=None):
     """Bytes that each rank sends in one layer, forward; as many backward. The mean over ranks.
 
     For sizes that divide: (P-1)/P (T/P) e D (2N + 2 max(K, P)), with T = B S tokens of e bytes.
-    group: of those that exchange heads; default `model.group`.
+    group: of those that exchange heads; default `model.get_group()`.
     """
-    attention, group = model.model.layers[0].self_attn, group or model.group
+    attention, group = model.model.layers[0].self_attn, group or model.get_group()
     tokens, queries, keys = numbers(group, attention.heads, S)
     pairs = list(permutations(range(group.size()), 2))
     sent = sum(tokens[a] * (queries[b] + 2 * keys[b]) + tokens[b] * queries[a] for a, b in pairs)

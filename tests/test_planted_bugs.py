@@ -209,12 +209,12 @@ BUGS = {
     ),
     "the model's shared KV heads do not add": (
         "tp_llama", 4, "tp_llama.py",
-        "projection.__class__, projection.holders = SharedLinear, holders_group", "pass",
+        "projection.__class__, projection.get_holders = SharedLinear, held(holders_group)", "pass",
         "k_proj.weight grad",
     ),
     "no g behind the embedding": (
         "tp_llama", 2, "tp_llama.py",
-        "sum_over_ranks(self.part(ids), self.group)", "self.part(ids)", "embeddings|bits",
+        "sum_over_ranks(self.part(ids), self.get_group())", "self.part(ids)", "embeddings|bits",
     ),
     "other ranks' rows are not blanked": (
         "tp_llama", 2, "tp_llama.py", "rows.masked_fill(elsewhere[..., None], 0)", "rows",
@@ -226,7 +226,7 @@ BUGS = {
     ),
     "no f before the LM head": (
         "tp_llama", 2, "tp_llama.py",
-        "head.register_forward_pre_hook(partial(f, enter=enter, group=group), with_kwargs=True)",
+        "head.register_forward_pre_hook(bound(f, enter=enter, group=group), with_kwargs=True)",
         "pass", "grad",
     ),
     "sum of exponentials of this rank alone": (
@@ -401,9 +401,10 @@ BUGS = {
         "F.pad(mine(labels, -100), (0, 1), value=-100)[:, 1:])", "loss",
     ),
     "a mean of the ranks' means": (
-        "ulysses_forward", 2, "ulysses_forward.py", "sum_over_ranks(loss, self.group) / num_items",
-        "sum_over_ranks(loss / (mine(targets, -100) != -100).sum(), self.group)"
-        " / self.group.size() * num_items_in_batch / num_items", "loss",
+        "ulysses_forward", 2, "ulysses_forward.py",
+        "sum_over_ranks(loss, self.get_group()) / num_items",
+        "sum_over_ranks(loss / (mine(targets, -100) != -100).sum(), self.get_group())"
+        " / self.get_group().size() * num_items_in_batch / num_items", "loss",
     ),
     "hidden states of other tokens": (
         "ulysses_forward", 2, "ulysses_forward.py", "        return output.to_tuple()",
@@ -987,7 +988,8 @@ BUGS = {
     ),
     "tokens keep the positions of contiguous shares": (
         "ring_attention", 2, "ulysses_forward.py", "mine(position_ids),",
-        "position_ids[:, slice(*shard_range(length, self.parts, self.group.rank()))],", "logits",
+        "position_ids[:, slice(*shard_range(length, self.parts, self.get_group().rank()))],",
+        "logits",
     ),
     "packed documents see each other": (
         "ulysses_forward", 2, "ulysses_forward.py", "attention_mask.dtype == torch.long",
@@ -1079,13 +1081,13 @@ BUGS = {
         'mesh["sp"], parallelize', 'mesh["tp"], parallelize', "grad",
     ),
     "a split sequence's loss is of other words": (
-        "tp_ulysses", 2, "tp_llama.py", "partial(sum_of_losses, rows=rows,",
-        "partial(sum_of_losses, rows=(rows[0] + 1, rows[1] + 1),", "loss",
+        "tp_ulysses", 2, "tp_llama.py", "bound(sum_of_losses, rows=rows,",
+        "bound(sum_of_losses, rows=(rows[0] + 1, rows[1] + 1),", "loss",
     ),
     "neighbours deal out tokens backwards": (
         "tp_ulysses --sequence usp --tp 1 --ulysses 2", 4, "tp_ulysses.py",
-        "self.inner.size(), self.inner.rank()))]",
-        "self.inner.size(), self.inner.size() - 1 - self.inner.rank()))]", "logits",
+        "inner.size(), inner.rank()))]",
+        "inner.size(), inner.size() - 1 - inner.rank()))]", "logits",
     ),
     "parts of a mean are averaged": (
         "data_parallel --strategy fsdp2", 2, "data_parallel.py", "(group.size() * part)",

@@ -42,7 +42,8 @@ def sliceable(linear):
     plain = plain and not linear.merged and type(linear.base_layer) is nn.Linear
     plain = plain and all(name in linear.lora_A for name in adapters)
     plain = plain and all(linear.lora_B[name].bias is None for name in adapters)
-    return plain and not any(getattr(linear, "use_dora", {}).get(name) for name in adapters)
+    variants = getattr(linear, "lora_variant", getattr(linear, "use_dora", {}))  # DoRA, KaSA, ...
+    return plain and not any(variants.get(name) for name in adapters)
 
 
 def project(linear, x, rows):

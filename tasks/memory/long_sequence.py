@@ -36,6 +36,7 @@ from memory.saved_outputs import SavedOutputs
 from memory.tiled_loss import TiledLoss, tiles
 from ring_attention import Ring, RingAttention, RingLlama, ring_backward, ring_forward
 from ulysses_forward import AllToAll, by_documents, documents_of, sum_of_losses
+from utils.adapters import check_by_token
 from utils.collectives import group_of_axis
 from utils.kernels import (
     attend,
@@ -104,7 +105,11 @@ def sequence_loss(model, embeddings, targets, length, mesh, techniques, places=N
 
 
 def possible(model, techniques):
-    """The techniques that this model allows, and why they are fewer than asked for, or None."""
+    """The techniques that this model allows, and why they are fewer than asked for, or None.
+
+    Raises ValueError for layers that cannot be taken apart, and as `check_by_token` does.
+    """
+    check_by_token(model)
     fewer, whole, kernel = techniques, None, None  # what keeps a layer whole; its outputs from use
     if model.training and model.config.attention_dropout:
         whole = "attention has dropout"

@@ -215,12 +215,13 @@ def gather_shares(x, dim, size, group):
 class SharedLinear(nn.Linear):
     """A linear layer that several ranks hold whole, each using its output for other heads.
 
-    It is f applied to the weights: their gradient is the sum over the `holders`, a process group.
+    It is f applied to the weights: their gradient is the sum over `get_holders()`, these ranks.
     """
 
     def forward(self, x):
-        bias = None if self.bias is None else copy_to_ranks(self.bias, self.holders)
-        return F.linear(x, copy_to_ranks(self.weight, self.holders), bias)
+        holders = self.get_holders()
+        bias = None if self.bias is None else copy_to_ranks(self.bias, holders)
+        return F.linear(x, copy_to_ranks(self.weight, holders), bias)
 
 
 def sum_gradients(tensors, mesh, bucket_bytes=2**25):

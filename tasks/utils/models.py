@@ -24,7 +24,7 @@ from utils.errors import UserError
 from utils.float64 import compute_in_float64
 from utils.measure import is_for_memory
 from utils.presets import PRESETS
-from utils.shards import shard_of
+from utils.shards import mark_shard, shard_of
 
 TINY = Path(__file__).resolve().parent.parent / "tiny_llama"
 # The compatibility spot: transformers 4 calls the dtype and the rotary settings otherwise.
@@ -56,7 +56,7 @@ def materialize(module, read, dtype, device):
             )  # fmt: skip
         assert values.shape == meta.shape, (name, values.shape, meta.shape)
         real = nn.Parameter(values, requires_grad=meta.requires_grad)
-        real.shard = shard_of(meta)
+        mark_shard(real, shard_of(meta))
         owner, _, attribute = name.rpartition(".")
         setattr(module.get_submodule(owner), attribute, real)
     if dtype == torch.float64:

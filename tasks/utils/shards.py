@@ -5,6 +5,7 @@ Shapes as in `utils/__init__.py`.
 """
 
 import copy
+import weakref
 from fnmatch import fnmatch
 from functools import cache
 
@@ -14,6 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
+from utils.adapters import check_by_token, guard, refuse_adapters
 from utils.errors import UserError
 
 
@@ -93,16 +95,29 @@ def keep_shard(layer, dim, start, stop):
     for name, full in list(layer.named_parameters(recurse=False)):
         if dim < full.dim():
             piece = full.detach().narrow(dim, start, stop - start).clone()
-            shard = nn.Parameter(piece, requires_grad=full.requires_grad)
             region = list(shard_of(full))
             first = region[dim].start  # not 0 where `full` is a slice itself
             region[dim] = slice(first + start, first + stop)
-            shard.shard = tuple(region)
-            setattr(layer, name, shard)
+            shard = nn.Parameter(piece, requires_grad=full.requires_grad)
+            setattr(layer, name, mark_shard(shard, tuple(region)))
     if isinstance(layer, nn.Linear):
         layer.out_features, layer.in_features = layer.weight.shape
     else:
         layer.num_embeddings = len(layer.weight)
+
+
+def mark_shard(parameter, region):
+    """Let a parameter, and its deep copies, remember what `shard_of` tells: its region. Returns it.
+
+    PyTorch's own deep copy of a parameter forgets attributes.
+    """
+    itself = weakref.ref(parameter)  # it would not be freed at once if it held itself
+
+    def copied(memo):
+        return mark_shard(nn.Parameter.__deepcopy__(itself(), memo), region)
+
+    parameter.shard, parameter.__deepcopy__ = region, copied
+    return parameter
 
 
 def shard_of(parameter):
@@ -149,12 +164,28 @@ def with_whole_logits(whole):
     return hook
 
 
+def held(group):
+    """A function that returns `group`, for a module to have: deep copies of it have the same group.
+
+    copy.deepcopy cannot copy a process group, but takes a function as it is.
+    """
+    return lambda: group
+
+
+def bound(function, **given):
+    """As functools.partial, whose arguments copy.deepcopy would copy; see `held`."""
+    return lambda *args, **kwargs: function(*args, **given, **kwargs)
+
+
 def refuse_as_whole(model):
     """A model of slices says no where it would be taken for a whole one: to save it, or split it.
 
-    Raises ValueError as `check_whole` does.
+    To PEFT's adapters, too: those that it has, and at its first forward those that it gets later.
+    Raises ValueError as `check_whole` and `refuse_adapters` do.
     """
     check_whole(model)
+    refuse_adapters(model)
+    guard(model, refuse_adapters)
 
     def save_pretrained(*_, **__):
         raise ValueError("save_pretrained: each rank has slices only; save the model before")
@@ -187,7 +218,8 @@ def become(model, kind, group, name, attend):
 
     name: of attend, in transformers' list. `model.before` are the configurations that it had, which
     others may share. Weights may be `keep_shard`'s slices. Raises ValueError as `check_ordinary`
-    does, and UserError for RoPE that depends on the length of the sequence.
+    does, and UserError for RoPE that depends on the length of the sequence. Adapters that are not
+    right raise ValueError at the first forward, see `check_by_token`.
     """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -204,8 +236,9 @@ def become(model, kind, group, name, attend):
         if hasattr(module, "config"):
             module.config = config
     for layer in model.model.layers:
-        layer.self_attn.group = group
-    model.__class__, model.group = kind, group
+        layer.self_attn.get_group = held(group)
+    guard(model, check_by_token)
+    model.__class__, model.get_group = kind, held(group)
     model.parts, model.multiple = group.size(), 1  # see `SequenceParallelLlama.padded`
 
 

@@ -1,6 +1,7 @@
 """How training is held against a single-rank run of plain PEFT: losses, gradients, parameters."""
 
 import torch
+from transformers import LlamaForCausalLM
 
 from utils.checkpoint import fingerprint
 from utils.checks import kind_of
@@ -11,7 +12,7 @@ from utils.tolerance import LIMITS
 
 def base_of(model):
     """The LlamaForCausalLM, which may be under PEFT."""
-    return model.get_base_model() if hasattr(model, "peft_config") else model
+    return next(module for module in model.modules() if isinstance(module, LlamaForCausalLM))
 
 
 def trained(model):
@@ -110,7 +111,7 @@ def check_step(run, model, references, optimizers, compute, ids, inputs):
     expected, own = expect_step(run, references, inputs)
     model.zero_grad()
     # Of all shares of the sequence.
-    parts = all_gather(compute(model, ids).double(), base_of(model).group)
+    parts = all_gather(compute(model, ids).double(), base_of(model).get_group())
     loss = parts.new_tensor(sum(parts.tolist()))  # in the order that training adds in
     run.compare("losses", [(loss, *(x.double() for x in expected))], own=own)
     compare_gradients(run, lambda n: f"{kind_of(n)} grad", model, references)
@@ -144,7 +145,7 @@ def check_in_float32(run, model, compute, ids, expected, own):
     narrow = [p for p in model.parameters() if p.dtype == run.dtype]
     for parameter in narrow:
         parameter.data = parameter.data.float()
-    loss = all_gather(compute(model, ids), base_of(model).group).sum(0)
+    loss = all_gather(compute(model, ids), base_of(model).get_group()).sum(0)
     model.zero_grad()
     for parameter in narrow:
         parameter.data = parameter.data.to(run.dtype)
@@ -158,7 +159,7 @@ def check_techniques(run, model, references, compute, alone, ids, expected, own)
     for name, techniques in alone:
         model.zero_grad()
         loss = compute(model, ids, techniques=techniques)
-        loss = all_gather(loss, base_of(model).group).sum(0)
+        loss = all_gather(loss, base_of(model).get_group()).sum(0)
         run.check(f"{name}: loss", [(loss, *(x.to(loss) for x in expected))], own=own)
         check = f"{name}: gradients"
         compare_gradients(run, lambda _, check=check: check, model, references)
