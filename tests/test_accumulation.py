@@ -29,7 +29,7 @@ from utils.collectives import sum_gradients
 from utils.shards import local_part, shard_of
 from utils.training_checks import trained
 
-K, ROWS = 3, 4  # microbatches, and sequences in each
+K, ROWS = 3, 6  # microbatches, and sequences in each
 
 def one_batch(model, ids):
     model.zero_grad()
@@ -37,9 +37,9 @@ def one_batch(model, ids):
 
 def compare(name, model, whole):
     # The microbatches have as many labels each, so the batch's loss is the mean of theirs.
-    for parameter_name, parameter in trained(whole).items():
-        mine = model.get_parameter(parameter_name)
-        expected, bound = parameter.grad[shard_of(mine)], 1e-5 * parameter.grad.abs().max().item()
+    for parameter_name, mine in trained(model).items():
+        grad = whole.get_parameter(parameter_name).grad
+        expected, bound = grad[shard_of(mine)], 1e-5 * grad.abs().max().item()
         assert bound > 0, parameter_name
         grad = local_part(mine.grad, mine) / K
         of = lambda message: f"{{name}}: {{parameter_name}}: {{message}}"
@@ -89,7 +89,7 @@ def wrong_use(ids, mesh):
         model.zero_grad(to_none)
     assert all(map(torch.equal, grads[0], grads[1])) and all(map(torch.equal, *grads[1:]))
     backward(), add_up()
-    refused(backward, "would add to gradients that are sums")
+    refused(backward, "has added to gradients that are sums")
 
 def task_5(ids, mesh):
     # With PEFT and without; Ulysses and a ring; with the techniques that save memory, and without.
@@ -181,8 +181,33 @@ def test_microbatches(nproc, parts, odd_llama, tmp_path):
 
 
 BUGS = {
-    # part, what fails: old and new text of collectives.py
-    "the earlier sum is summed again": ("task_5", "Task 5", "        tensor.grad = None\n", "        pass\n"),
-    "pretraining's as well": ("pretraining", "pretraining", "        tensor.grad = None\n", "        pass\n"),
-    "the earlier gradients are lost": ("task_5", "Task 5", "tensor.grad.add_(grad)", "pass"),
-}
+    # name: (part, file, right, wrong, what is off)
+    "Task 5 sums all there is": (
+        "task_5", "collectives.py", "        tensor.grad = None\n", "        pass\n",
+        "a backward has added to gradients that are sums",
+    ),
+    "earlier gradients are lost": (
+        "task_5", "collectives.py", "tensor.grad.add_(grad)", "pass", "Task 5",
+    ),
+    "pretraining sums all there is": (
+        "pretraining", "pretrain_2d.py", "with new_gradients(model.parameters()):", "if True:",
+        "pretraining",
+    ),
+    "an average is a sum": (
+        "replicas", "data_parallel.py", "parameter.grad /= mesh.size()", "pass", "data parallel",
+    ),
+    "a sum is not remembered": (
+        "wrong_use", "collectives.py", "groups | {group}", "groups", "sums over these ranks",
+    ),
+    "a backward may add to a sum": (
+        "wrong_use", "collectives.py", "if sum_is_there:", "if False:", "has added to gradients",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_microbatches_with_a_bug(name, odd_llama, tmp_path):
+    part, file, right, wrong, off = BUGS[name]
+    plant(tmp_path / "tasks", file, right, wrong)
+    result = accumulate(tmp_path, odd_llama, 2, part, tasks=tmp_path / "tasks")
+    assert result.code == 1 and f"Error: {off}" in result.err, result.tail()

@@ -234,8 +234,8 @@ def sum_gradients(tensors, mesh, bucket_bytes=2**25):
 
     Call it once, after the last backward before the optimizer: with k microbatches, after the k-th.
     A later call would add up the earlier sum again, once for each rank. So from now on a ValueError
-    is raised by a second call, and by a backward that would add to the sum, unless the gradients
-    are None or 0 by then. (`new_gradients` sums after each backward, at the cost of a copy.)
+    is raised by a second call, and by a backward that adds to the sum, unless the gradients are
+    None or 0 by then. (`new_gradients` sums after each backward, at the cost of a copy.)
     """
     group = group_of_axis(mesh)
     if group.size() == 1:
@@ -258,20 +258,25 @@ def groups_summed_over(grad):
 
 
 def refuse_additions(tensor):
-    """The next backward raises ValueError if it would add to the gradient that is there now."""
-    # Weak references, for the tensor holds the hook.
+    """The next backward raises ValueError if it adds to the gradient that is there now."""
+    # Weak references, for the tensor holds the hooks.
     owner, summed = weakref.ref(tensor), weakref.ref(tensor.grad)
+    sum_is_there = False
 
-    def refuse(_):
-        """Autograd calls this before it adds to the gradient."""
-        hook.remove()
+    def before(_):  # also where autograd.grad takes the new gradient, and adds it to nothing
+        nonlocal sum_is_there
         grad = owner().grad
-        if grad is not None and grad is summed() and grad.any():
-            raise ValueError("a backward would add to gradients that are sums over ranks: call "
+        sum_is_there = grad is not None and grad is summed() and grad.any()
+
+    def after_adding(_):
+        for hook in hooks:
+            hook.remove()
+        if sum_is_there:
+            raise ValueError("a backward has added to gradients that are sums over ranks: call "
                              "sum_gradients after the last backward, and zero_grad before the next "
                              "step")  # fmt: skip
 
-    hook = tensor.register_hook(refuse)
+    hooks = [tensor.register_hook(before), tensor.register_post_accumulate_grad_hook(after_adding)]
 
 
 @contextmanager
