@@ -247,7 +247,7 @@ def sum_gradients(tensors, mesh, bucket_bytes=2**25):
     sum_in_place([tensor.grad for tensor in tensors], group, bucket_bytes)
     for tensor, groups in zip(tensors, earlier, strict=True):
         tensor.grad.summed = tensor.grad._version, groups | {group}
-        if tensor.requires_grad:
+        if tensor.is_leaf and tensor.requires_grad:
             refuse_additions(tensor)
 
 
