@@ -38,7 +38,8 @@ BUGS = {
     ),
     "a slice begins too early": (
         "shards.py", "region[dim] = slice(first + start, first + stop)",
-        "region[dim] = slice(first + start - (start > 0), first + stop - (start > 0))", "logits: off",
+        "region[dim] = slice(first + start - (start > 0), first + stop - (start > 0))",
+        "logits: off",
     ),
     "padding learns": (
         "tp_llama.py", "self.vocab_size, self.padding_idx)", "self.vocab_size, None)",
@@ -49,7 +50,8 @@ BUGS = {
         "F.linear(x, self.weight, bias)", "gradient of .*k_proj.weight|v_proj.weight",
     ),
     "a mean over tokens without labels, too": (
-        "ulysses_forward.py", "(targets != -100).sum().clamp(min=1)", "targets.numel()", "loss: off",
+        "ulysses_forward.py", "(targets != -100).sum().clamp(min=1)", "targets.numel()",
+        "loss: off",
     ),
 }  # fmt: skip
 
