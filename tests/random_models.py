@@ -84,7 +84,7 @@ def make_directory(directory, seed):
 
     kv_heads = chance.randint(1, 4)
     heads = kv_heads * chance.randint(1 + (kv_heads == 1), 3)  # at least 2, for 2 ranks
-    head_dim, says_head_dim = 2 * chance.randint(1, 8), maybe()
+    head_dim, says_head_dim = 2 * chance.randint(2, 8), maybe()
     vocab_size = chance.randint(2, 300)
     tied = maybe()
     settings = dict(
