@@ -42,7 +42,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from utils.batches import Batches, check_partitions, gather_batch, join, pad, read_samples
 from utils.checkpoint import fingerprint
-from utils.collectives import all_reduce, all_reduce_, group_of_axis, sum_gradients
+from utils.collectives import all_reduce, all_reduce_, group_of_axis, sum_in_place
 from utils.epochs import estimate, expect_training, print_workers, train
 from utils.errors import UserError
 from utils.flags import make_parser, natural, positive, rate
@@ -106,19 +106,22 @@ def partition_dataset(rank, world_size, dataset, batch_size=128, collate_fn=None
 def average_gradients(model, mesh):
     """Every gradient becomes its mean over the ranks of a mesh of one axis, in place.
 
-    Once, between the backward and the optimizer; the same bits on all ranks. A parameter that some
-    ranks did not use counts as 0 there; one that no rank used keeps no gradient.
+    Between the backward and the optimizer; the same bits on all ranks. With several microbatches,
+    once after the last backward or after each: the mean of what is a mean already is the same.
+    A parameter that some ranks did not use counts as 0 there; one that no rank used keeps no
+    gradient.
     """
+    group = group_of_axis(mesh)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     used = parameters[0].new_tensor([parameter.grad is not None for parameter in parameters])
-    all_reduce_(used, group_of_axis(mesh))
+    all_reduce_(used, group)
     for parameter, ranks in zip(parameters, used.tolist(), strict=True):
         if ranks and parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-    sum_gradients(parameters, mesh)
+    parameters = [parameter for parameter in parameters if parameter.grad is not None]
+    sum_in_place([parameter.grad for parameter in parameters], group)
     for parameter in parameters:
-        if parameter.grad is not None:
-            parameter.grad /= mesh.size()
+        parameter.grad /= mesh.size()
 
 
 def forward_backward(model, batch, group):

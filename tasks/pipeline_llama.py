@@ -30,7 +30,15 @@ from torch import nn
 from torch.distributed import pipelining
 from transformers import LlamaForCausalLM
 
-from utils.collectives import all_reduce_, group_of_axis, receive, send, subgroup, sum_copies
+from utils.collectives import (
+    all_reduce_,
+    group_of_axis,
+    new_gradients,
+    receive,
+    send,
+    subgroup,
+    sum_copies,
+)
 from utils.errors import UserError
 from utils.flags import gib, make_parser, positive
 from utils.job import start
@@ -205,26 +213,25 @@ class Pipeline:
         self.count = (labels[:, 1:] != -100).sum()
         tied = self.stages[0].config.tie_word_embeddings and self.number > 1
         # What is summed over two ranks is this step's gradient, not what is there from others.
-        earlier = [(weight, weight.grad) for weight in tied_weights(self.stages) if tied]
-        for weight, _ in earlier:
-            weight.grad = None
+        with new_gradients(tied_weights(self.stages) if tied else []):
+            losses, logits = self.run(ids, mask, labels, sizes)
+            if tied:
+                sum_tied(self.stages, self.ends)
+        return sum(one.detach() for one in losses), logits
+
+    def run(self, ids, mask, labels, sizes):
+        """The schedule: on the last rank the microbatches' losses and the logits, else [], None."""
         if self.schedule in BY_HAND:
             order = BY_HAND[self.schedule](len(sizes), self.ranks, self.rank)
             pieces = zip(*(tensor.split(sizes) for tensor in (ids, mask, labels)), strict=True)
             groups = self.group, self.up
-            losses, logits = run_by_hand(self.stages[0], order, list(pieces), self.loss, *groups)
-        else:
-            key, losses = (len(sizes), ids.shape), []
-            if key not in self.made:  # in its first step the ranks tell each other the shapes
-                self.made[key] = self.schedule_of_torch(len(sizes), ids.device)
-            given = {"target": labels, "losses": losses} if self.is_last else {}
-            logits = self.made[key].step(*[ids][self.rank :], attention_mask=mask, **given)
-        if tied:
-            sum_tied(self.stages, self.ends)
-        for weight, grad in earlier:
-            if grad is not None:  # (of one that has been frozen since, it stays as it is)
-                weight.grad = grad if weight.grad is None else weight.grad + grad
-        return sum(one.detach() for one in losses), logits
+            return run_by_hand(self.stages[0], order, list(pieces), self.loss, *groups)
+        key, losses = (len(sizes), ids.shape), []
+        if key not in self.made:  # in its first step the ranks tell each other the shapes
+            self.made[key] = self.schedule_of_torch(len(sizes), ids.device)
+        given = {"target": labels, "losses": losses} if self.is_last else {}
+        logits = self.made[key].step(*[ids][self.rank :], attention_mask=mask, **given)
+        return losses, logits
 
     def loss(self, logits, labels):
         return token_losses(logits, labels).sum() / self.count

@@ -24,7 +24,6 @@ import math
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
@@ -42,7 +41,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from dtensor_llama import COLUMNS, HEADS, Local, VocabularyRows, split_loss
 from utils import pretraining
-from utils.collectives import all_reduce, sum_gradients
+from utils.collectives import all_reduce, new_gradients, sum_in_place
 from utils.documents import load_rows
 from utils.errors import UserError
 from utils.flags import make_parser, natural, positive, rate
@@ -184,17 +183,20 @@ def loss_of(model, batch, mesh):
 
 
 def forward_backward(model, batch, mesh, replicate=False):
-    """The mean loss over the labels of all ranks, on each, and all gradients of it."""
+    """The mean loss over the labels of all ranks, on each; all gradients of it are added.
+
+    Several microbatches before an optimizer step add up: each call sums its own gradients alone.
+    """
     dp = mesh["dp"]
     part, _ = loss_of(model, batch, mesh)
-    (part if replicate else dp.size() * part).backward()  # FSDP2 averages over dp
-    mine = []
-    for parameter in model.parameters():
-        # A norm's is Partial: each rank along tp has seen its own tokens.
-        parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
-        mine.append(SimpleNamespace(grad=parameter.grad.to_local()))
-    if replicate:
-        sum_gradients(mine, dp)
+    with new_gradients(model.parameters()):
+        (part if replicate else dp.size() * part).backward()  # FSDP2 averages over dp
+        for parameter in model.parameters():
+            # A norm's is Partial: each rank along tp has seen its own tokens.
+            parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
+        if replicate:
+            local_grads = [parameter.grad.to_local() for parameter in model.parameters()]
+            sum_in_place(local_grads, dp.get_group())
     return all_reduce(part.detach(), dp.get_group())
 
 

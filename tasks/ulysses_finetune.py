@@ -59,7 +59,7 @@ from ring_attention import ring_parallelize
 from ulysses_forward import documents_of, sequence_parallelize, sum_of_losses
 from utils.adapters import check_by_token
 from utils.checkpoint import Checkpoints
-from utils.collectives import all_gather, sum_gradients
+from utils.collectives import all_gather, new_gradients, sum_gradients
 from utils.documents import one_by_one
 from utils.errors import UserError
 from utils.flags import make_parser, natural, positive, rate
@@ -133,15 +133,18 @@ def shard_loss(model, ids, mesh, techniques=None):
 
 
 def forward_backward(model, ids, mesh, techniques=None, norms=None):
-    """Fill in the gradients of what is trained, whole on every rank; `shard_loss`, detached.
+    """Add to the gradients of what is trained, full on every rank; `shard_loss`, detached.
 
+    Several microbatches before an optimizer step add up: each call sums its own gradients alone.
     norms: a list that gets the norm of each gradient before the sum, of this rank's tokens alone.
     """
+    parameters = trained(model).values()
     loss = shard_loss(model, ids, mesh, techniques)
-    loss.backward()
-    if norms is not None:
-        norms += [p.grad.norm() for p in trained(model).values()]
-    sum_gradients(trained(model).values(), mesh)
+    with new_gradients(parameters):
+        loss.backward()
+        if norms is not None:
+            norms += [p.grad.norm() for p in parameters]
+        sum_gradients(parameters, mesh)
     return loss.detach()
 
 

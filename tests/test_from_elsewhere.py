@@ -10,6 +10,7 @@ import shutil
 import pytest
 
 import launch
+from test_planted_bugs import plant
 
 REPLICAS = """
 import sys
@@ -122,3 +123,37 @@ def test_end_of_a_text_is_kept(tmp_path):
     assert result.code == 0, result.tail()
     written = json.loads((tmp_path / "out" / "model" / "generation_config.json").read_text())
     assert written == {"eos_token_id": [0, 15], "pad_token_id": 1}
+
+
+FEW_TOKENS = {
+    # name: (text, ranks, flags)
+    "one token": ("a" * 200, 3, ["--seq-len", 5]),
+    "one token, longer": ("a" * 200, 2, ["--seq-len", 23, "--batch-size", 2]),
+    "two tokens": ("ab" * 100, 2, ["--seq-len", 7]),
+    "one token, packed": ("\n\n".join("a" * (3 + n % 9) for n in range(60)), 2,
+                          ["--pack", "--seq-len", 41]),
+}  # fmt: skip
+
+
+def train_on(text, folder, nproc, flags, tasks=launch.TASKS):
+    """The Result of a step of Task 5, in float32: each memory technique by itself, and all."""
+    (folder / "text.txt").write_text(text)
+    args = ["--model", "random/small", "--num-layers", 2, "--peft", "lora", "--steps", 1]
+    args += ["--check-steps", 1, "--seed", 107151, "--text", folder / "text.txt", *flags]
+    return launch.ranks(tasks / "ulysses_finetune.py", *args, nproc=nproc, folder=folder)
+
+
+@pytest.mark.parametrize("name", FEW_TOKENS)
+def test_text_of_few_tokens(name, tmp_path):
+    """All tokens have the same rounding, which no sum averages out: a right run passes."""
+    text, nproc, flags = FEW_TOKENS[name]
+    result = train_on(text, tmp_path, nproc, flags)
+    assert result.code == 0 and result.out.count("Tests passed") == nproc, result.tail()
+
+
+def test_text_of_one_token_with_a_bug(tmp_path):
+    """A wrong one does not."""
+    plant(tmp_path / "tasks", "ulysses_finetune.py", "sum_gradients(parameters, mesh)", "pass")
+    text, nproc, flags = FEW_TOKENS["one token"]
+    result = train_on(text, tmp_path, nproc, flags, tmp_path / "tasks")
+    assert result.code == 1 and "FAILED" in result.out, result.tail()

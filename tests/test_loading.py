@@ -72,7 +72,8 @@ def assert_same_as_the_library(directory):
     theirs = AutoModelForCausalLM.from_pretrained(directory, **as_float32)
     theirs.config._attn_implementation = "sdpa"  # whatever a directory says, as in our runs
     source = Source(str(directory))
-    ids = torch.arange(2 * 100).view(2, 100) % 211  # longer than some of these were made for
+    # Longer than some of these were made for.
+    ids = torch.arange(2 * 100).view(2, 100) % source.config.vocab_size
     for parallelize in (lambda model: None), None:
         ours = source.load_model(torch.float32, CPU, parallelize)
         assert ours.state_dict().keys() == theirs.state_dict().keys()

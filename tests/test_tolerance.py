@@ -109,6 +109,36 @@ def test_few_tokens(tokens, dtype):
         assert share((wrong, *others), dtype=dtype) > 1, rows
 
 
+def test_one_column():
+    """Of LoRA of rank 1: one token's rounding is a scale. Its rms and its largest value count."""
+    torch.manual_seed(0)
+    exact = torch.randn(64, 1)
+    run, reference = exact * (1 + 2e-6), exact + 3e-7 * torch.randn(64, 1)
+    assert share((run, reference, exact)) < 1 < share((run.mT[0], reference.mT[0], exact.mT[0]))
+    assert share((exact * 1.01, reference, exact)) > 1
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3])
+def test_sums_of_few_rows(tokens):
+    """A kernel of few rows may add one by one, where the reference's of more adds in blocks."""
+    torch.manual_seed(0)
+    weight, grad = torch.randn(32_000, 64), torch.randn(32_000)
+    exact = (grad.double() @ weight.double()).float().expand(tokens, 64)
+    one_by_one = torch.zeros(64)
+    for products in grad[:, None] * weight:
+        one_by_one += products
+    run, reference = one_by_one.expand(tokens, 64), (grad.expand(8, -1) @ weight)[:tokens]
+    many = [measure(run, reference, exact)]
+
+    def nearest(longest_sum):
+        judged = judge(many, torch.float32, worst_relative(many), longest_sum)
+        return max(judged[0] for judged in judged)
+
+    assert nearest(len(weight)) < 1
+    many = [measure(exact * (1 + 1e-3), reference, exact)]
+    assert nearest(len(weight)) > 1
+
+
 def test_independent_roundings():
     """They are as many as tokens took part, in rows and in columns; or as a row has values."""
     torch.manual_seed(0)

@@ -26,6 +26,8 @@ OTHERWISE = "golden", "last loss"
 class Comparison:
     """The comparing half of `job.Run`. Every method is called by all ranks together."""
 
+    longest_sum = 1  # of how many products a value of the model is a sum, at most
+
     def references(self, module):
         """Rank 0's whole module in a list, and the same in a wider dtype. Elsewhere empty."""
         if self.rank:
@@ -93,7 +95,7 @@ class Comparison:
         for kind, many in measured.items():
             of_ranks = [theirs[kind] for theirs in everyone if kind in theirs]
             usual = {norm: max(of_rank[norm] for of_rank in of_ranks) for norm in of_ranks[0]}
-            found.append(nearest_of(many, self.dtype, usual))
+            found.append(nearest_of(many, self.dtype, usual, self.longest_sum))
         worst = max(found, key=lambda pair: pair["share"], default={"share": -1.0})
         everyone = self.gather_objects(worst)
         rank = max(range(self.world_size), key=lambda r: everyone[r]["share"])
@@ -310,9 +312,9 @@ def covered(size, regions):
     )  # fmt: skip
 
 
-def nearest_of(many, dtype, worst):
+def nearest_of(many, dtype, worst, longest_sum):
     """The record of a check by `tolerance.judge`: of the tensor that comes nearest to a limit."""
-    judged = list(judge(many, dtype, worst))
+    judged = list(judge(many, dtype, worst, longest_sum))
     share, nearest, kind, part, *numbers = max(judged, key=lambda found: found[0])
     (largest,) = (found for found in judged if found[1:3] == (nearest, "max"))
     times = {}

@@ -4,6 +4,8 @@ and backward; what these are built of; point to point; subgroups; and the sum of
 Shapes as in `utils/__init__.py`.
 """
 
+import weakref
+from contextlib import contextmanager
 from functools import cache, partial
 
 import torch
@@ -228,13 +230,78 @@ def sum_gradients(tensors, mesh, bucket_bytes=2**25):
     """The one sum over ranks of what is replicated and has each rank's part of its gradient.
 
     mesh: of the axis whose ranks had different tokens. All of them must have gradients for the same
-    tensors. In place; once, after the last backward before the optimizer. Small ones travel
-    together, up to `bucket_bytes`: few messages, and little copied.
+    tensors. In place. Small ones travel together, up to `bucket_bytes`: few messages, and little
+    copied.
+
+    Call it once, after the last backward before the optimizer: with k microbatches, after the k-th.
+    A later call would add up the earlier sum again, once for each rank. So from now on a ValueError
+    is raised by a second call, and by a backward that adds to the sum, unless the gradients are
+    None or 0 by then. (`new_gradients` sums after each backward, at the cost of a copy.)
     """
-    group, buckets = group_of_axis(mesh), []
+    group = group_of_axis(mesh)
     if group.size() == 1:
         return
-    for grad in (tensor.grad for tensor in tensors if tensor.grad is not None):
+    tensors = [tensor for tensor in tensors if tensor.grad is not None]
+    earlier = [groups_summed_over(tensor.grad) for tensor in tensors]
+    if any(group in groups for groups in earlier):
+        raise ValueError("these gradients are sums over these ranks already")
+    sum_in_place([tensor.grad for tensor in tensors], group, bucket_bytes)
+    for tensor, groups in zip(tensors, earlier, strict=True):
+        tensor.grad.summed = tensor.grad._version, groups | {group}
+        if tensor.is_leaf and tensor.requires_grad:
+            refuse_additions(tensor)
+
+
+def groups_summed_over(grad):
+    """The groups over which `sum_gradients` has summed a gradient that is unchanged since."""
+    version, groups = getattr(grad, "summed", (None, set()))
+    return groups if version == grad._version else set()
+
+
+def refuse_additions(tensor):
+    """The next backward raises ValueError if it adds to the gradient that is there now."""
+    # Weak references, for the tensor holds the hooks.
+    owner, summed = weakref.ref(tensor), weakref.ref(tensor.grad)
+    sum_is_there = False
+
+    def before(_):  # also where autograd.grad takes the new gradient, and adds it to nothing
+        nonlocal sum_is_there
+        grad = owner().grad
+        sum_is_there = grad is not None and grad is summed() and grad.any()
+
+    def after_adding(_):
+        for hook in hooks:
+            hook.remove()
+        if sum_is_there:
+            raise ValueError("a backward has added to gradients that are sums over ranks: call "
+                             "sum_gradients after the last backward, and zero_grad before the next "
+                             "step")  # fmt: skip
+
+    hooks = [tensor.register_hook(before), tensor.register_post_accumulate_grad_hook(after_adding)]
+
+
+@contextmanager
+def new_gradients(tensors):
+    """Within, these tensors have no gradients but new ones; behind it, those from before are added.
+
+    So a sum over ranks, within, is of what is new. From before there are those of earlier
+    microbatches, summed already.
+    """
+    earlier = [(tensor, tensor.grad) for tensor in tensors]
+    for tensor, _ in earlier:
+        tensor.grad = None
+    yield
+    for tensor, grad in earlier:
+        if tensor.grad is None:
+            tensor.grad = grad
+        elif grad is not None:
+            tensor.grad.add_(grad)
+
+
+def sum_in_place(grads, group, bucket_bytes=2**25):
+    """Each tensor becomes its sum over the ranks of `group`; see `sum_gradients`."""
+    buckets = []
+    for grad in grads:
         last = buckets[-1] if buckets else []
         room = sum(g.nbytes for g in last) + grad.nbytes <= bucket_bytes
         if last and room and grad.dtype == last[0].dtype:

@@ -253,6 +253,8 @@ class Run(Comparison):
         if is_remote(name):
             self.together(fetch)
         source = self.together(lambda: Source(name, self.num_layers, self.seed))
+        config = source.config
+        self.longest_sum = max(config.vocab_size, config.intermediate_size, config.hidden_size)
         if is_remote(name):
             self.print0(f"{name} is cached in {source.directory}")
         return source

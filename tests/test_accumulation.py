@@ -1,0 +1,213 @@
+"""Gradients of several microbatches before one optimizer step are those of the one batch.
+
+A sum over ranks that is in place, and once more after the second backward, would add up the first
+microbatch's gradients again, once for each rank. (`Pipeline.step`: test_pipeline.py.)
+"""
+
+import pytest
+
+import launch
+from test_planted_bugs import plant
+
+ACCUMULATE = """
+import contextlib, copy, sys
+sys.path.insert(0, {tasks!r})
+import torch, torch.distributed as dist
+from functools import partial
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import loss_parallel
+from torch.nn.parallel import DistributedDataParallel
+from transformers import LlamaForCausalLM
+import data_parallel, pretrain_2d, ulysses_finetune
+from dtensor_llama import dtensor_parallelize
+from memory.long_sequence import Techniques
+from ring_attention import ring_parallelize
+from tp_llama import tensor_parallelize
+from ulysses_forward import sequence_parallelize
+from utils.collectives import sum_gradients
+from utils.shards import local_part, shard_of
+from utils.training_checks import trained
+
+K, ROWS = 3, 6  # microbatches, and sequences in each
+
+def one_batch(model, ids):
+    model.zero_grad()
+    model(input_ids=ids, labels=ids).loss.backward()
+
+def compare(name, model, whole):
+    # The microbatches have as many labels each, so the batch's loss is the mean of theirs.
+    for parameter_name, mine in trained(model).items():
+        grad = whole.get_parameter(parameter_name).grad
+        expected, bound = grad[shard_of(mine)], 1e-5 * grad.abs().max().item()
+        assert bound > 0, parameter_name
+        grad = local_part(mine.grad, mine) / K
+        of = lambda message: f"{{name}}: {{parameter_name}}: {{message}}"
+        torch.testing.assert_close(grad, expected, rtol=0, atol=bound, msg=of)
+
+def ordinary():
+    return LlamaForCausalLM.from_pretrained({model!r}).float()
+
+def split_by_rank(ids, mesh):
+    P = mesh.size()
+    return ids.view(P, -1, ids.shape[1])[mesh.get_local_rank()]
+
+def models(ids, mesh):
+    # Tasks 2, 3 and 4: the user's own loop.
+    whole = ordinary()
+    one_batch(whole, ids)
+    for split in tensor_parallelize, dtensor_parallelize, sequence_parallelize, ring_parallelize:
+        model = ordinary()
+        model = split(model, mesh) or model
+        for part in ids.chunk(K):
+            model(input_ids=part, labels=part).loss.backward()
+        if split in (sequence_parallelize, ring_parallelize):
+            sum_gradients(model.parameters(), mesh)
+        compare(split.__name__, model, whole)
+
+def wrong_use(ids, mesh):
+    # What would add a sum up again is an error, and what would not is none.
+    model = sequence_parallelize(ordinary(), mesh)
+    def backward():
+        model(input_ids=ids, labels=ids).loss.backward()
+    def refused(function, message):
+        try:
+            function()
+        except ValueError as error:
+            assert message in str(error), error
+        else:
+            raise AssertionError(message)
+    def add_up():
+        sum_gradients(model.parameters(), mesh)
+    grads = []
+    for to_none in False, True, False:
+        backward()
+        add_up()
+        grads.append([parameter.grad.clone() for parameter in model.parameters()])
+        refused(add_up, "sums over these ranks already")
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        model.zero_grad(to_none)
+    assert all(map(torch.equal, grads[0], grads[1])) and all(map(torch.equal, *grads[1:]))
+    backward(), add_up()
+    refused(backward, "has added to gradients that are sums")
+
+def task_5(ids, mesh):
+    # With PEFT and without; Ulysses and a ring; with the techniques that save memory, and without.
+    lora = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "o_proj"],
+                      init_lora_weights=False)
+    prompt = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    every = Techniques("saved-outputs", True, True, True, tile_tokens=7)
+    for name, adapter, split, techniques in (
+        ("all weights", None, sequence_parallelize, None),
+        ("all weights, ring", None, ring_parallelize, every),
+        ("LoRA", lora, sequence_parallelize, every), ("prompt", prompt, ring_parallelize, None),
+    ):
+        both = []
+        for model in ordinary(), ordinary():
+            if both:
+                split(model, mesh)
+            torch.manual_seed(0)
+            both.append(get_peft_model(model, copy.deepcopy(adapter)) if adapter else model)
+        whole, model = both
+        one_batch(whole, ids)
+        for part in ids.chunk(K):
+            ulysses_finetune.forward_backward(model, part, mesh, techniques)
+        compare(f"Task 5, {{name}}", model, whole)
+
+def replicas(ids, mesh):
+    whole, group = ordinary(), mesh.get_group()
+    one_batch(whole, ids)
+    for strategy in "each", "last", "ddp", "fsdp2":
+        called = model = ordinary()
+        if strategy == "ddp":
+            called = DistributedDataParallel(model, process_group=group)
+        if strategy == "fsdp2":
+            data_parallel.shard_fully(model, mesh)
+        for part in ids.chunk(K):
+            own = split_by_rank(part, mesh)
+            data_parallel.forward_backward(called, (own, torch.ones_like(own), own), group)
+            if strategy == "each":
+                data_parallel.average_gradients(model, mesh)
+        if strategy == "last":
+            data_parallel.average_gradients(model, mesh)
+        compare(f"data parallel, {{strategy}}", model, whole)
+
+def pretraining(ids, shapes):
+    whole = ordinary()
+    one_batch(whole, ids)
+    for shape, replicate in shapes:
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
+        model = pretrain_2d.parallelize_2d(ordinary(), mesh, replicate)
+        with loss_parallel():
+            for part in ids.chunk(K):
+                own = split_by_rank(part, mesh["dp"])
+                pretrain_2d.forward_backward(model, (own, own), mesh, replicate)
+        compare(f"pretraining, {{shape}}, {{replicate}}", model, whole)
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    P, only = dist.get_world_size(), sys.argv[1:]
+    mesh = init_device_mesh("cpu", (P,), mesh_dim_names=("sp",))
+    torch.manual_seed(0)
+    ids = torch.randint(2, 140, (K * ROWS, 16))
+    shapes = [((P, 1), True), ((P, 1), False), ((1, P), False)]
+    shapes = [((2, 2), True), ((2, 2), False)] if P == 4 else shapes
+    parts = dict(models=partial(models, ids, mesh), wrong_use=partial(wrong_use, ids, mesh),
+                 task_5=partial(task_5, ids, mesh), replicas=partial(replicas, ids, mesh),
+                 pretraining=partial(pretraining, ids, shapes))
+    for name in only:
+        parts[name]()
+    dist.barrier()
+    print("accumulated")
+"""
+
+
+def accumulate(folder, model, nproc, *parts, tasks=launch.TASKS):
+    """The Result of such a script."""
+    path = folder / "accumulate.py"
+    path.write_text(ACCUMULATE.format(tasks=str(tasks), model=str(model)))
+    return launch.ranks(path, *parts, nproc=nproc, folder=folder)
+
+
+@pytest.mark.parametrize(
+    ("nproc", "parts"),
+    [(2, ["models", "wrong_use"]), (2, ["task_5"]), (2, ["replicas", "pretraining"]),
+     (3, ["replicas"]), (4, ["pretraining"])],
+)  # fmt: skip
+def test_microbatches(nproc, parts, odd_llama, tmp_path):
+    """Three microbatches of every technique's own step, against one batch on one rank."""
+    result = accumulate(tmp_path, odd_llama, nproc, *parts)
+    assert result.code == 0 and result.out.count("accumulated") == nproc, result.tail()
+
+
+BUGS = {
+    # name: (part, file, right, wrong, what is off)
+    "Task 5 sums all there is": (
+        "task_5", "collectives.py", "        tensor.grad = None\n", "        pass\n",
+        "a backward has added to gradients that are sums",
+    ),
+    "earlier gradients are lost": (
+        "task_5", "collectives.py", "tensor.grad.add_(grad)", "pass", "Task 5",
+    ),
+    "pretraining sums all there is": (
+        "pretraining", "pretrain_2d.py", "with new_gradients(model.parameters()):", "if True:",
+        "pretraining",
+    ),
+    "an average is a sum": (
+        "replicas", "data_parallel.py", "parameter.grad /= mesh.size()", "pass", "data parallel",
+    ),
+    "a sum is not remembered": (
+        "wrong_use", "collectives.py", "groups | {group}", "groups", "sums over these ranks",
+    ),
+    "a backward may add to a sum": (
+        "wrong_use", "collectives.py", "if sum_is_there:", "if False:", "has added to gradients",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_microbatches_with_a_bug(name, odd_llama, tmp_path):
+    part, file, right, wrong, off = BUGS[name]
+    plant(tmp_path / "tasks", file, right, wrong)
+    result = accumulate(tmp_path, odd_llama, 2, part, tasks=tmp_path / "tasks")
+    assert result.code == 1 and f"Error: {off}" in result.err, result.tail()
