@@ -51,7 +51,7 @@ one after the other, and of four rows in blocks: of 32,000 random products that 
 by 4.3e-7 of the sum. A rank of few tokens has the first, where the reference has the second. If the
 tokens are one and the same, all have the same error, which no sum over them averages out. So the
 reference's error counts as no less than an eighth of what the longest sum makes of random
-roundings, each as likely up as down.
+roundings, each as likely up as down. (Not of the scale: there they average out.)
 """
 
 import math
@@ -213,7 +213,7 @@ def judge(many, dtype, worst, longest_sum=1):
     """
     unit = torch.finfo(dtype).eps / 2
     # Half precision is added in float32, too.
-    unit = max(unit, math.sqrt(longest_sum) / 8 * torch.finfo(torch.float32).eps / 2)
+    of_sum = max(unit, math.sqrt(longest_sum) / 8 * torch.finfo(torch.float32).eps / 2)
     # What is as small as rounding elsewhere is rounding, too, and happens to be zero here.
     small = worst["values" + OF_ROUNDING]
     apart = [is_rounding(e) or 0 < e.norms["rms"][2] <= small for e in many]
@@ -229,7 +229,7 @@ def judge(many, dtype, worst, longest_sum=1):
             relative = (norms[1] / norms[2])[norms[2] > 0].sort().values
             usual = relative[int(0.99 * (len(relative) - 1))].item() if len(relative) else 0.0
         for number, (error, reference, size) in own:
-            least = max(usual, unit) * size
+            least = max(usual, unit if kind == "scale" else of_sum) * size
             if rounding:  # one number a head, of queries and keys of one token: double, for chance
                 least = torch.full_like(size, 2 * worst[kind + OF_ROUNDING])
             scale = torch.maximum(reference, least)
