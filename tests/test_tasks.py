@@ -57,7 +57,7 @@ def checks(path, nproc, dtype):
     """The record that a script wrote, and its checks; all passed, none missing a number."""
     record = json.loads(path.read_text())
     assert record["world_size"] == nproc and record["dtype"] == dtype and record["checks"]
-    assert {"task", "backend", "device", "model", "versions", "results"} <= record.keys()
+    assert {"task", "backend", "device", "model", "flags", "versions", "results"} <= record.keys()
     for check in record["checks"]:
         assert check["passed"] and 0 <= check["max_abs_diff"] <= check["tolerance"], check
         # Were the wider reference wrong, the reference would look imprecise, and all be allowed.

@@ -303,7 +303,8 @@ class Run(Comparison):
             "task": Path(sys.argv[0]).stem, "world_size": self.world_size,
             "backend": dist.get_backend(), "device": self.device.type,
             "dtype": str(self.dtype).removeprefix("torch."), "model": self.model,
-            "versions": versions, "checks": self.checks, "results": self.results,
+            "flags": sys.argv[1:], "versions": versions, "checks": self.checks,
+            "results": self.results,
         }  # fmt: skip
         if self.device.type == "cuda":  # see `choose_device`
             record |= {"gpu": torch.cuda.get_device_name(self.device),
