@@ -103,7 +103,7 @@ class TransformersPlan(HandMade):
         """Each of five projections a layer has its own f; the loss is taken of gathered logits."""
         forward, backward = HandMade.formula(L, T, H, V, P, e)
         largest = -(-V // P)  # shares are padded to be gathered
-        logits = (P - 1) * T * largest * e - (P - 1) * 2 * T * max(e, 4)
+        logits = (P - 1) * T * largest * e - (P - 1) * 3 * T * max(e, 4)
         return forward + logits, backward * (5 * L + 1) / (2 * L + 1)
 
 

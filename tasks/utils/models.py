@@ -56,7 +56,8 @@ def materialize(module, read, dtype, device):
             )  # fmt: skip
         assert values.shape == meta.shape, (name, values.shape, meta.shape)
         real = nn.Parameter(values, requires_grad=meta.requires_grad)
-        mark_shard(real, shard_of(meta))
+        if hasattr(meta, "shard"):
+            mark_shard(real, meta.shard)
         owner, _, attribute = name.rpartition(".")
         setattr(module.get_submodule(owner), attribute, real)
     if dtype == torch.float64:
