@@ -44,7 +44,7 @@ from utils.flags import gib, make_parser, positive
 from utils.job import start
 from utils.measure import limited_memory, measure_costs
 from utils.model_checks import make_batch, token_losses
-from utils.shards import balance, shard_range
+from utils.shards import balance, check_ids, next_tokens, shard_range
 from utils.step_checks import Reference, sum_of_parts
 
 # ---------------------------------------------------------------- the technique: stages
@@ -208,8 +208,14 @@ class Pipeline:
 
         The loss is the mean over all labels of the batch, not one of the microbatches' means. Its
         gradients are added to those that are there. Returns, on the last rank, it and the logits
-        (B, S, V), else 0 and None.
+        (B, S, V), else 0 and None. Raises ValueError, and IndexError for ids and labels that are no
+        words, on all ranks.
         """
+        if not torch.is_grad_enabled():
+            raise ValueError("a step goes backward: not under torch.no_grad()")
+        vocab_size = self.stages[0].config.vocab_size
+        check_ids(ids, vocab_size)
+        next_tokens(labels, ids.shape, vocab_size)
         self.count = (labels[:, 1:] != -100).sum()
         tied = self.stages[0].config.tie_word_embeddings and self.number > 1
         # What is summed over two ranks is this step's gradient, not what is there from others.

@@ -45,7 +45,14 @@ import ulysses_forward
 from ring_attention import Ring, RingLlama, ring_parallelize
 from tp_llama import tensor_parallelize
 from ulysses_forward import numbers, sequence_parallelize, to_heads, to_tokens
-from utils.collectives import all_gather, all_reduce, gather_shares, group_of_axis, subgroup
+from utils.collectives import (
+    SharedLinear,
+    all_gather,
+    all_reduce,
+    gather_shares,
+    group_of_axis,
+    subgroup,
+)
 from utils.errors import UserError
 from utils.flags import Workload, add_model_flags, make_parser, positive
 from utils.job import start
@@ -274,8 +281,9 @@ def formula(model, B, S, mesh, sequence, megatron_sp):
     # Two blocks a layer, and the embedding; backward, what is summed of weights, too.
     forward, backward = (4 * L + 1, 4 * L + 1) if megatron_sp else (4 * L + 2, 4 * L)
     weights = megatron_sp * (2 + 1 / L) * 2 * (P - 1) / P * H * e
-    if holders := getattr(attention.k_proj, "holders", None):  # of one KV head
-        weights += 4 * (holders.size() - 1) / holders.size() * attention.head_dim * H * e
+    if isinstance(attention.k_proj, SharedLinear):  # several ranks hold one KV head
+        holders = attention.k_proj.get_holders().size()
+        weights += 4 * (holders - 1) / holders * attention.head_dim * H * e
     return sent[0] + forward / L * half, sent[1] + backward / L * half + weights
 
 

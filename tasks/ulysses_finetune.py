@@ -92,7 +92,8 @@ def shard_loss(model, ids, mesh, techniques=None):
     model: a sequence-parallel LlamaForCausalLM, alone or under PEFT. mesh: of the one axis on which
     the sequence is split. ids: (B, S), on all ranks; or packed, (B, 2, n + S): `documents.pack`.
     techniques: what saves memory, see `memory/long_sequence.py`; None: Task 4's own forward.
-    Raises ValueError for PEFT's methods that are more than a loss of each token (`check_by_token`).
+    Raises ValueError for fewer positions than ranks, and for PEFT's methods that are more than a
+    loss of each token (`check_by_token`).
 
                     whole               this rank's
     ids             (B, n + S)          (B, (n+S)/P)        -100: a virtual token, or filler
@@ -110,6 +111,8 @@ def shard_loss(model, ids, mesh, techniques=None):
         ids = F.pad(ids, (n, 0), value=-100)
         places = torch.arange(ids.shape[1], device=ids.device)[None]
     length = ids.shape[1]
+    if length < base.parts:  # on all ranks, so that all raise
+        raise ValueError(f"{length} positions for {base.parts} ranks: some would have none")
     mine = base.tokens(length)  # this rank's, in their order
     here = places[:, mine].expand(len(ids), -1)
     virtual = (here < n).nonzero(as_tuple=True)

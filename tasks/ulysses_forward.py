@@ -191,13 +191,15 @@ class SequenceParallelLlama(LlamaForCausalLM):
         `output.logits` is this rank's (B, S/P, V), and the loss, a sum over all ranks' tokens
         divided by the number of all valid labels, is the same on every rank. Backward, each rank
         keeps the gradient of its own tokens' part of either, so nothing is counted P times.
+        Hidden states that are asked for are this rank's.
 
         Raises ValueError for what depends on more than a rank's tokens: some arguments, and some of
         PEFT's adapters (`check_by_token`).
         """
         check_by_token(self.lm_head)  # PEFT may call this without any hooks
-        refuse(kwargs, "logits_to_keep", "num_logits_to_keep", "output_attentions", "shift_labels",
-               "ignore_index")  # fmt: skip
+        refuse(kwargs, "logits_to_keep", "num_logits_to_keep", "output_attentions", "shift_labels")
+        if kwargs.pop("ignore_index", None) not in (None, -100):
+            raise ValueError("ignore_index: only -100 under sequence parallelism")
         if cache is not None or kwargs.pop("past_key_values", None) is not None:
             # One thing: transformers calls it `cache` from 5.24 on.
             raise ValueError("cache, past_key_values: no KV cache under sequence parallelism")
@@ -236,7 +238,8 @@ class SequenceParallelLlama(LlamaForCausalLM):
             loss = self.sum_of_losses(output.logits, mine(targets, -100))
             if num_items_in_batch is None:
                 num_items_in_batch = (targets != -100).sum().clamp(min=1)
-            output.loss = sum_over_ranks(loss, self.get_group()) / num_items_in_batch
+            loss = sum_over_ranks(loss, self.get_group()) / num_items_in_batch
+            output = type(output)(loss=loss, **output)  # the loss first, as in the whole model's
         return output.to_tuple() if return_dict is False else output
 
     seen = staticmethod(sequence_mask)  # what attention is told; (length, padding mask, device)

@@ -265,6 +265,43 @@ def test_tokenizer_that_cannot_be_read(tmp_path):
         tokenizer_files(tmp_path / "damaged", damage).tokenizer()
 
 
+@pytest.mark.parametrize("kind", ["CodeLlamaTokenizer", "T5Tokenizer", "GPT2Tokenizer"])
+def test_tokenizer_without_words(kind, tmp_path):
+    """Refused: the library makes an empty one of some classes, for which all words are unknown."""
+
+    def lose(directory, model):
+        (directory / "tokenizer.json").unlink()
+        path = directory / "tokenizer_config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"tokenizer_class": kind}))
+
+    with pytest.raises(UserError, match=r"tokenizer \(tokenizer_config.json\)"):
+        tokenizer_files(tmp_path / "lost", lose).tokenizer()
+
+
+@pytest.mark.parametrize("name", ["tekken.json", "sentencepiece.bpe.model", "qwen.tiktoken"])
+def test_tokenizer_of_a_kind_that_is_not_read(name, tmp_path):
+    """Refused by its file's name, not taken for none."""
+
+    def replace(directory, model):
+        for path in directory.glob("tokenizer*"):
+            path.unlink()
+        (directory / name).write_text("[]")
+
+    with pytest.raises(UserError, match=rf"tokenizer \({name}\)"):
+        tokenizer_files(tmp_path / "other", replace).tokenizer()
+
+
+def test_weights_by_another_name(tmp_path):
+    """Which the library reads where config.json says so."""
+
+    def rename(directory, model):
+        path = directory / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"transformers_weights": "x"}))
+
+    with pytest.raises(UserError, match="transformers_weights"):
+        tokenizer_files(tmp_path / "named", rename)
+
+
 def test_no_tokenizer(directory):
     assert Source(str(directory)).tokenizer() is None
 

@@ -373,7 +373,18 @@ if __name__ == "__main__":
                         torch.testing.assert_close(parameter.grad, grad, rtol=0, atol=1e-12)
     stage.requires_grad_(rank == 1)  # one copy of the tied embedding is frozen, the other is not
     ids, mask = batches[0], torch.ones_like(batches[0])
-    Pipeline(mesh, "gpipe", [stage], 2).step(ids, mask, ids, [2, 2])
+    pipe = Pipeline(mesh, "gpipe", [stage], 2)
+    pipe.step(ids, mask, ids, [2, 2])
+    for error, step, given in (  # on both ranks, of which only one looks at ids, or at labels
+        (ValueError, torch.no_grad()(pipe.step), (ids, mask, ids)),
+        (IndexError, pipe.step, (ids + 1500, mask, ids)),
+        (IndexError, pipe.step, (ids, mask, ids + 1500)),
+    ):
+        try:
+            step(*given, [2, 2])
+        except error:
+            continue
+        raise AssertionError(error)
     dist.barrier()
     print("stepped")
 """

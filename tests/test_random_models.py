@@ -46,7 +46,7 @@ BUGS = {
         "gradient of model.embed_tokens.weight",
     ),
     "a KV head's gradient is one rank's": (
-        "collectives.py", "F.linear(x, copy_to_ranks(self.weight, self.holders), bias)",
+        "collectives.py", "F.linear(x, copy_to_ranks(self.weight, holders), bias)",
         "F.linear(x, self.weight, bias)", "gradient of .*k_proj.weight|v_proj.weight",
     ),
     "a mean over tokens without labels, too": (

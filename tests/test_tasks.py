@@ -397,6 +397,7 @@ if __name__ == "__main__":
         ):
             refused(lambda: m(**dict(input_ids=ids) | wrong), error, words)
         refused(lambda: m.save_pretrained("nowhere"), ValueError, "save_pretrained")
+        refused(lambda: m.resize_token_embeddings(9), ValueError, "resize_token_embeddings")
     refused(lambda: tensor_parallelize(model, mesh), ValueError, "already")
     refused(lambda: dtensor_parallelize(by_plan, mesh), ValueError, "already")
     dist.destroy_process_group()
@@ -452,6 +453,8 @@ if __name__ == "__main__":
     apart = [whole(part).logits for part in (ids[:, :3], ids[:, 3:])]
     near = dict(rtol=0, atol=1e-4)
     torch.testing.assert_close(model(ids, position_ids=packed).logits, torch.cat(apart, 1), **near)
+    in_order = [m(ids, labels=ids, return_dict=False)[0] for m in (model, whole)]
+    torch.testing.assert_close(*in_order)  # the loss, then the logits
     beyond = ids.clone()
     beyond[0, -1] = whole.config.vocab_size
     for wrong in (
@@ -463,6 +466,7 @@ if __name__ == "__main__":
         dict(logits_to_keep=torch.tensor([0, 1])),
         dict(shift_labels=ids),
         dict(ignore_index=7),
+        dict(ignore_index=0),
         dict(attention_mask=torch.ones(1, 1, ids.shape[1], ids.shape[1])),
     ):
         try:

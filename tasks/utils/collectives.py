@@ -290,12 +290,14 @@ def new_gradients(tensors):
     earlier = [(tensor, tensor.grad) for tensor in tensors]
     for tensor, _ in earlier:
         tensor.grad = None
-    yield
-    for tensor, grad in earlier:
-        if tensor.grad is None:
-            tensor.grad = grad
-        elif grad is not None:
-            tensor.grad.add_(grad)
+    try:
+        yield
+    finally:
+        for tensor, grad in earlier:
+            if tensor.grad is None:
+                tensor.grad = grad
+            elif grad is not None:
+                tensor.grad.add_(grad)
 
 
 def sum_in_place(grads, group, bucket_bytes=2**25):

@@ -52,6 +52,8 @@ def hf_generate(model, ids, new_tokens, **options):
     """
     length = ids.shape[1] + new_tokens
     options = {"attention_mask": torch.ones_like(ids), "pad_token_id": 0, **options}
+    # What a model's own settings may say, and this function does not.
+    options |= {"return_dict_in_generate": False, "num_return_sequences": 1}
     ids = model.generate(ids, max_new_tokens=new_tokens, do_sample=False, **options)
     return F.pad(ids, (0, length - ids.shape[1]), value=-1)
 

@@ -35,8 +35,8 @@ IGNORED_SETTINGS = (
     "output_hidden_states", "output_attentions",
 )  # fmt: skip
 # Files by any of which a directory has a tokenizer.
-TOKENIZER = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json",
-             "vocab.txt", "spiece.model")  # fmt: skip
+TOKENIZER = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken", "tekken.json",
+             "special_tokens_map.json", "added_tokens.json")  # fmt: skip
 
 
 # ---------------------------------------------------------------- sources of weights
@@ -231,9 +231,11 @@ class Source:
     def tokenizer(self):
         """The model's tokenizer, or None for random weights or a directory without one.
 
-        As AutoTokenizer reads it. UserError for what it cannot read.
+        As AutoTokenizer reads it. UserError for what it cannot read, and for one without words.
         """
-        files = [name for name in TOKENIZER if self.directory and (self.directory / name).exists()]
+        folder = self.directory
+        files = sorted({path.name for name in TOKENIZER for path in folder.glob(name)}
+                       if folder else [])  # fmt: skip
         if not files:
             return None
         from transformers import AutoTokenizer
@@ -245,6 +247,12 @@ class Source:
         except Exception as error:
             said = " ".join(str(error).split())
             raise UserError(f"{self.name}: tokenizer ({', '.join(files)}): {said}") from None
+        # Without these files some classes make an empty one. Those of bytes have none.
+        words = set(type(tokenizer).vocab_files_names.values())
+        by_version = any(re.fullmatch(r"tokenizer\..*\.json", name) for name in files)
+        if words and not words & set(files) and not by_version:
+            raise UserError(f"{self.name}: tokenizer ({', '.join(files)}): no vocabulary is there "
+                            f"({' or '.join(sorted(words))})")  # fmt: skip
         known = max(tokenizer.get_vocab().values(), default=-1) + 1
         if known > self.config.vocab_size:
             raise UserError(f"{self.name}: the tokenizer knows {known} tokens, the model only "
@@ -303,7 +311,7 @@ def download(name, offline=False):
             reason, offline = error, True
     try:
         return Path(snapshot_download(
-            name, allow_patterns=["*.safetensors", "*.json", *TOKENIZER, "merges.txt"],
+            name, allow_patterns=["*.safetensors", "*.json", "*.jinja", *TOKENIZER],
             etag_timeout=5, local_files_only=offline,
         ))  # fmt: skip
     except Exception as error:
@@ -352,6 +360,9 @@ def read_settings(directory):
         raise UserError(f"{directory}: a {kind} model; this needs model_type llama")
     if settings.get("quantization_config"):
         raise UserError(f"{directory}: quantization_config: quantised models are not loaded")
+    if settings.get("transformers_weights"):
+        raise UserError(f"{path}: transformers_weights: only model.safetensors, or its index, is "
+                        "read")  # fmt: skip
     if (directory / "adapter_config.json").exists():
         raise UserError(f"{directory}: adapter_config.json: an adapter is not loaded; merge it "
                         "into its model")  # fmt: skip

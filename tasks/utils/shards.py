@@ -190,7 +190,11 @@ def refuse_as_whole(model):
     def save_pretrained(*_, **__):
         raise ValueError("save_pretrained: each rank has slices only; save the model before")
 
+    def resize_token_embeddings(*_, **__):
+        raise ValueError("resize_token_embeddings: each rank has slices only; resize it before")
+
     model.save_pretrained = save_pretrained
+    model.resize_token_embeddings = resize_token_embeddings
 
 
 def check_whole(model):
