@@ -467,8 +467,8 @@ def test_not_a_number_on_one_rank(tmp_path):
 
 def test_not_a_number_in_a_gradient(tmp_path):
     """Of one rank alone, and the loss is still a number."""
-    right = "    loss.backward()\n"
-    wrong = "    list(trained(model).values())[-1].grad *= float('inf') ** mesh.get_local_rank()\n"
+    right = "        loss.backward()\n"
+    wrong = "        [*parameters][-1].grad *= float('inf') ** mesh.get_local_rank()\n"
     plant(tmp_path, "ulysses_finetune.py", right, right + wrong)
     args = ["--peft", "lora", "--check-steps", 0]
     result, _ = finetune(tmp_path, *args, nproc=2, script=tmp_path / "ulysses_finetune.py")

@@ -291,6 +291,23 @@ def test_tokenizer_of_a_kind_that_is_not_read(name, tmp_path):
         tokenizer_files(tmp_path / "other", replace).tokenizer()
 
 
+def test_generation_settings_of_older_directories(tmp_path):
+    """In config.json; as the library reads them."""
+    directory = tmp_path / "older"
+
+    def move(directory, model):
+        (directory / "generation_config.json").unlink()
+        path = directory / "config.json"
+        more = {"repetition_penalty": 1.5, "suppress_tokens": [5], "use_cache": False}
+        path.write_text(json.dumps(json.loads(path.read_text()) | more))
+
+    source = tokenizer_files(directory, move)
+    found, expected = source.generation, AutoModelForCausalLM.from_pretrained(directory)
+    assert found.repetition_penalty == 1.5 and found.suppress_tokens == [5]
+    for name in "repetition_penalty", "suppress_tokens", "eos_token_id", "pad_token_id":
+        assert getattr(found, name) == getattr(expected.generation_config, name), name
+
+
 def test_weights_by_another_name(tmp_path):
     """Which the library reads where config.json says so."""
 

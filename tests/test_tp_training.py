@@ -58,7 +58,8 @@ def test_memory_of_a_step(ranks, tmp_path):
 
 def test_whole_logits_where_they_are_to_be_split(odd_llama, tmp_path):
     """The loss of a step is compared in --profile, too."""
-    plant(tmp_path, "tp_llama.py", "return lse - everyone[:, 1].sum(0)", "return lse - target")
+    right = "return total - (everyone[:, 2].sum(0) - largest)"
+    plant(tmp_path, "tp_llama.py", right, "return total - (target - largest)")
     args = ["--profile", "--model", odd_llama, "--seq-len", 30]
     refused(tmp_path, "tp_training", 2, args, "^TP . loss parallel: loss")
 

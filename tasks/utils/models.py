@@ -386,14 +386,22 @@ def as_transformers_4(settings):
 
 
 def read_generation(directory):
-    """generation_config.json as transformers reads it, or None if there is none."""
+    """generation_config.json as transformers reads it, or None if there is none.
+
+    Without that file, older directories have such settings in config.json.
+    """
     from transformers import GenerationConfig
 
     path = directory / "generation_config.json"
-    if not path.exists():
-        return None
     try:
-        return GenerationConfig.from_pretrained(directory, local_files_only=True)
+        if path.exists():
+            return GenerationConfig.from_pretrained(directory, local_files_only=True)
+        path = directory / "config.json"
+        known = GenerationConfig().to_dict().keys() - {*IGNORED_SETTINGS, "transformers_version"}
+        settings = {n: v for n, v in json.loads(path.read_text()).items() if n in known}
+        if settings.keys() <= {"bos_token_id", "eos_token_id", "pad_token_id"}:  # every Llama's
+            return None
+        return GenerationConfig(**settings)
     except Exception as error:
         raise UserError(f"{path}: {' '.join(str(error).split())}") from None
 
