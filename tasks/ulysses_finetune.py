@@ -103,7 +103,6 @@ def shard_loss(model, ids, mesh, techniques=None):
     logits                              (B, (n+S)/P, V)     or a few tokens', with techniques
     """
     base, prompt = base_of(model), virtual_tokens(model, len(ids))
-    check_by_token(base)
     n, embed = prompt.shape[1], base.get_input_embeddings()
     if ids.dim() == 3:
         ids, places = ids.unbind(1)
@@ -126,8 +125,9 @@ def shard_loss(model, ids, mesh, techniques=None):
     labels = ids.masked_fill(places == 0, -100)  # first tokens are predicted from nothing
     targets = F.pad(labels, (0, 1), value=-100)[:, 1:]
     targets, count = targets[:, mine], (targets != -100).sum()
-    if techniques:
+    if techniques:  # which check the adapters
         return sequence_loss(base, embeddings, targets, length, mesh, techniques, places) / count
+    check_by_token(base.lm_head)  # `base.model` checks its own
     documents = documents_of(places)
     seen = documents[:, None, None] if documents.any() else base.seen(length, device=ids.device)
     inputs = dict(attention_mask=seen, position_ids=places[:, mine])

@@ -93,7 +93,7 @@ class Source:
                 raise UserError(f"--num-layers cuts random/ models short, not {name}")
             self.directory = find_directory(name)
             settings = read_settings(self.directory)
-            self.generation = read_generation(self.directory)
+            self.generation = read_generation(self.directory, settings)
         try:
             self.config = LlamaConfig.from_dict(settings)
             parameters = self.empty_model().named_parameters()
@@ -385,10 +385,10 @@ def as_transformers_4(settings):
     return settings
 
 
-def read_generation(directory):
+def read_generation(directory, settings):
     """generation_config.json as transformers reads it, or None if there is none.
 
-    Without that file, older directories have such settings in config.json.
+    Without that file, older directories have such settings in config.json: see `read_settings`.
     """
     from transformers import GenerationConfig
 
@@ -398,10 +398,10 @@ def read_generation(directory):
             return GenerationConfig.from_pretrained(directory, local_files_only=True)
         path = directory / "config.json"
         known = GenerationConfig().to_dict().keys() - {*IGNORED_SETTINGS, "transformers_version"}
-        settings = {n: v for n, v in json.loads(path.read_text()).items() if n in known}
-        if settings.keys() <= {"bos_token_id", "eos_token_id", "pad_token_id"}:  # every Llama's
+        found = {name: value for name, value in settings.items() if name in known}
+        if found.keys() <= {"bos_token_id", "eos_token_id", "pad_token_id"}:  # every Llama's
             return None
-        return GenerationConfig(**settings)
+        return GenerationConfig(**found)
     except Exception as error:
         raise UserError(f"{path}: {' '.join(str(error).split())}") from None
 
