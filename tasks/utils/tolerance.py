@@ -40,11 +40,17 @@ So rows that have few independent roundings are measured together with their nei
 that they have MANY between them, as a head has. How many independent roundings a row has is seen in
 the reference's errors: where they come from one token, those of all rows have one direction. Nobody
 has to say how many tokens there were; and what counts is how many of them had a part in the errors.
-With one token, 64 rows are measured as one; with 64 tokens, each by itself. A run's scale is not
-judged where there are few roundings, as they do not average out: the gradient of the queries of two
-tokens is made of one number a head. (The reference's is: as an error that is usual in the check.)
-Nor is it of a matrix of one row or column, such as LoRA's of rank 1, which cannot show how many
-there were.
+With one token, 64 rows are measured as one; with 64 tokens, each by itself.
+
+The rows of one head may have fewer roundings between them than that. The gradient of a query is a
+sum over the keys, each times one number, which is off by chance. Where all keys are alike, as in a
+text that repeats one word, the error of a head is one rounding, along the head's values. So where a
+scale explains a quarter of the neighbours' squared error, more of them are measured together.
+
+A run's scale is not judged where there are few roundings, as they do not average out: the gradient
+of the queries of two tokens is made of one number a head. (The reference's is: as an error that is
+usual in the check.) Nor is it of a matrix of one row or column, such as LoRA's of rank 1, which
+cannot show how many there were.
 
 Some kernels add more carefully than others. A CPU's library adds the products of up to three rows
 one after the other, and of four rows in blocks: of 32,000 random products that is off by 4.6e-6 and
@@ -69,6 +75,7 @@ APART, OF_ROUNDING = ("rms", "max"), " of rounding"  # of what should be zero, a
 FEW = 8  # values; a mean square over fewer says nothing that the largest value does not
 FEW_ROUNDINGS = 12  # independent ones: with fewer, rows or columns are measured together, so that
 MANY = 64  # such are among them, of which some may be much larger than the others
+SHARED = 1 / 4  # of neighbours' squared error: what one number for all of them may explain
 SOME = 32  # rows or columns that tell how many independent roundings one has
 # Values taken at a time: on a CPU so few that they stay in its cache, for touching new memory takes
 # ten times as long as these sums; on a GPU so many that it has something to do.
@@ -124,6 +131,9 @@ def measure(actual, reference, exact, own=0.0):
         number = independent_roundings(*tensors[1:], dim, worst_parts(means))
         if number < min(FEW_ROUNDINGS, length / 2):  # fewer than a row of so many values can have
             together[kind] = 2 ** round(math.log2(MANY / number))  # a head's first row begins one
+            shared = share_of_scales(mean_of_neighbours(means, together[kind]))
+            if shared > SHARED:
+                together[kind] *= 2 ** round(math.log2(FEW_ROUNDINGS * shared))
             means = mean_of_neighbours(means, together[kind])
         if means.shape[1] > 1:
             norms[kind] = means[:3].sqrt()
@@ -165,6 +175,19 @@ def mean_of_neighbours(means, number):
     last = (groups - 1) * number
     others = means[:, :last].unflatten(1, (groups - 1, number)).mean(2)
     return torch.cat([others, means[:, last:].mean(1, keepdim=True)], dim=1)
+
+
+def share_of_scales(means):
+    """How much of the reference's squared error a scale of each part explains, in the mean.
+
+    means: (5, n), of n parts of a tensor. The whole tensor's scale is taken out before: all parts
+    share that one.
+    """
+    _, error, values, _, product = means
+    whole = product.sum() / values.sum()
+    error = error - 2 * whole * product + whole.square() * values
+    explained = (product - whole * values).square() / (error * values)
+    return explained.nan_to_num(0.0, 0.0, 0.0).mean().item()
 
 
 def scales(means, number, part=True):
