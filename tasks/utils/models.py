@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from utils import smollm2
-from utils.errors import UserError
+from utils.errors import UserError, one_line
 from utils.float64 import compute_in_float64
 from utils.measure import is_for_memory
 from utils.presets import PRESETS
@@ -71,7 +71,7 @@ class Source:
     Checks everything that can be checked without reading weights; raises `UserError` with one line
     that says what is wrong. `config` is a LlamaConfig, `directory` is None for random weights,
     `shapes` has every parameter's, by name. `generation` is the directory's GenerationConfig, None
-    if it has none.
+    for random weights.
     """
 
     def __init__(self, name, num_layers=None, seed=0):
@@ -93,13 +93,15 @@ class Source:
                 raise UserError(f"--num-layers cuts random/ models short, not {name}")
             self.directory = find_directory(name)
             settings = read_settings(self.directory)
-            self.generation = read_generation(self.directory, settings)
+            self.generation = read_generation(self.directory)
+        self.settings = settings  # as they are written out again
+        settings = {name: value for name, value in settings.items() if name not in IGNORED_SETTINGS}
         try:
             self.config = LlamaConfig.from_dict(settings)
             parameters = self.empty_model().named_parameters()
             self.shapes = {name: tuple(p.shape) for name, p in parameters}
         except Exception as error:  # the library's own validation: say what it says, in one line
-            raise UserError(f"{name}: config.json: {' '.join(str(error).split())}") from None
+            raise UserError(f"{name}: config.json: {one_line(error)}") from None
         if self.config.num_hidden_layers < 1:
             raise UserError(f"{name}: config.json: a model without layers")
         heads, kv_heads = self.config.num_attention_heads, self.config.num_key_value_heads
@@ -174,7 +176,7 @@ class Source:
         except Exception as error:
             if is_for_memory(error):
                 raise
-            raise UserError(f"{self.name}: {' '.join(str(error).split())}") from None
+            raise UserError(f"{self.name}: {one_line(error)}") from None
         for name, parameter in model.named_parameters():
             if not parameter.isfinite().all():
                 raise UserError(f"{self.name}: non-finite values in {name}")
@@ -245,8 +247,9 @@ class Source:
                 self.directory, local_files_only=True, trust_remote_code=False
             )
         except Exception as error:
-            said = " ".join(str(error).split())
-            raise UserError(f"{self.name}: tokenizer ({', '.join(files)}): {said}") from None
+            raise UserError(
+                f"{self.name}: tokenizer ({', '.join(files)}): {one_line(error)}"
+            ) from None
         # Without these files some classes make an empty one. Those of bytes have none.
         words = set(type(tokenizer).vocab_files_names.values())
         by_version = any(re.fullmatch(r"tokenizer\..*\.json", name) for name in files)
@@ -315,7 +318,7 @@ def download(name, offline=False):
             etag_timeout=5, local_files_only=offline,
         ))  # fmt: skip
     except Exception as error:
-        reason = re.sub(r"hf_\w+", "hf_...", " ".join(str(reason or error).split())[:200])
+        reason = re.sub(r"hf_\w+", "hf_...", one_line(reason or error)[:200])
         raise UserError(f"--model {name}: neither downloaded nor in the cache ({reason}); "
                         "give a local directory, or --model tiny") from None  # fmt: skip
 
@@ -366,7 +369,6 @@ def read_settings(directory):
     if (directory / "adapter_config.json").exists():
         raise UserError(f"{directory}: adapter_config.json: an adapter is not loaded; merge it "
                         "into its model")  # fmt: skip
-    settings = {name: value for name, value in settings.items() if name not in IGNORED_SETTINGS}
     for name in "rope_parameters", "rope_scaling":
         if not isinstance(settings.get(name) or {}, dict):
             raise UserError(f"{path}: {name} is {settings[name]!r}, not a dict")
@@ -385,25 +387,19 @@ def as_transformers_4(settings):
     return settings
 
 
-def read_generation(directory, settings):
-    """generation_config.json as transformers reads it, or None if there is none.
-
-    Without that file, older directories have such settings in config.json: see `read_settings`.
-    """
+def read_generation(directory):
+    """generation_config.json as transformers reads it; without one, what config.json says of it."""
     from transformers import GenerationConfig
 
-    path = directory / "generation_config.json"
+    path, options = directory / "generation_config.json", {}
+    if not path.exists():
+        path, options = directory / "config.json", {"_from_model_config": True}
     try:
-        if path.exists():
-            return GenerationConfig.from_pretrained(directory, local_files_only=True)
-        path = directory / "config.json"
-        known = GenerationConfig().to_dict().keys() - {*IGNORED_SETTINGS, "transformers_version"}
-        found = {name: value for name, value in settings.items() if name in known}
-        if found.keys() <= {"bos_token_id", "eos_token_id", "pad_token_id"}:  # every Llama's
-            return None
-        return GenerationConfig(**found)
+        return GenerationConfig.from_pretrained(
+            directory, config_file_name=path.name, local_files_only=True, **options
+        )
     except Exception as error:
-        raise UserError(f"{path}: {' '.join(str(error).split())}") from None
+        raise UserError(f"{path}: {one_line(error)}") from None
 
 
 def index_files(directory):
@@ -416,8 +412,11 @@ def index_files(directory):
     single = (directory / "model.safetensors").exists()
     if index.exists() and not single:
         try:
-            names = set(json.loads(index.read_text())["weight_map"].values())
+            content = json.loads(index.read_text())
+            names = set(content["weight_map"].values())
             assert all(isinstance(name, str) for name in names), "file names must be strings"
+            wanted = "transformers wants an entry \"metadata\", such as {}"
+            assert isinstance(content.get("metadata"), dict), wanted
         except Exception as error:  # whatever it holds instead
             raise UserError(f"{index}: damaged index: {error!r}") from None
     elif single:
