@@ -108,7 +108,7 @@ class Source:
         if heads % kv_heads:
             raise UserError(f"{name}: {heads} query heads do not divide by {kv_heads} KV heads")
         if self.directory:
-            self.files = index_files(self.directory)
+            self.files = rename(index_files(self.directory), self.shapes)
             self.check_names()
 
     def from_scratch(self, tokenizer):
@@ -132,6 +132,20 @@ class Source:
         if self.generation:
             model.generation_config = copy.deepcopy(self.generation)
         return model.eval()
+
+    def written_model(self, dtype):
+        """A model without memory whose `save_pretrained` writes what the source says of itself.
+
+        That is what transformers writes after its own `from_pretrained`: settings that a run may
+        not follow, such as `use_cache`, and those for generation.
+        """
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        with torch.device("meta"):
+            model = LlamaForCausalLM(LlamaConfig.from_dict(self.settings)).to(dtype)
+        if self.generation:
+            model.generation_config = copy.deepcopy(self.generation)
+        return model
 
     def load_model(self, dtype, device, parallelize=None):
         """An ordinary LlamaForCausalLM, or this rank's share of it.
@@ -186,7 +200,7 @@ class Source:
 
     def check_names(self):
         """Missing, unexpected and misshapen tensors: the library would only warn."""
-        expected, found = self.shapes, {name: shape for name, (_, shape) in self.files.items()}
+        expected, found = self.shapes, {name: file[-1] for name, file in self.files.items()}
         if self.config.tie_word_embeddings and found.pop("lm_head.weight", None):
             tied = "lm_head.weight", "model.embed_tokens.weight"
             if tied[1] in found and not torch.equal(*map(self.read, tied)):
@@ -209,9 +223,9 @@ class Source:
         from safetensors import safe_open
 
         # Opened anew for each tensor: a mapped file counts as this process's memory.
-        with safe_open(self.files[name][0], framework="pt") as file:
-            shape = self.files[name][1]
-            values = file.get_slice(name)[shard or tuple(map(slice, shape))]
+        path, key, shape = self.files[name]
+        with safe_open(path, framework="pt") as file:
+            values = file.get_slice(key)[shard or tuple(map(slice, shape))]
         if not values.isfinite().all():
             raise UserError(f"{self.name}: non-finite values in {name}")
         return values
@@ -402,8 +416,26 @@ def read_generation(directory):
         raise UserError(f"{path}: {one_line(error)}") from None
 
 
+def rename(files, expected):
+    """What `index_files` gives, by the names that transformers finds these tensors for.
+
+    A LlamaModel's tensors have no `model.` before their names, and some tools put one before all.
+    expected: the model's names.
+    """
+    if TRANSFORMERS_4 and ("lm_head.weight" in files or any(k.startswith("model") for k in files)):
+        return files  # there, only a LlamaModel's as they are
+
+    def name_of(key):
+        for name in key.removeprefix("model."), f"model.{key}":
+            if name in expected and name not in files:
+                return name
+        return key
+
+    return {name_of(key): value for key, value in files.items()}
+
+
 def index_files(directory):
-    """{tensor name: (file, shape)} of a directory's safetensors, sharded or not.
+    """{tensor name: (file, name there, shape)} of a directory's safetensors, sharded or not.
 
     One file goes before an index, as in transformers: `save_pretrained` in one file leaves the
     index of earlier shards behind.
@@ -437,13 +469,13 @@ def index_files(directory):
 
 
 def read_header(path):
-    """{tensor name: (path, shape)} of one safetensors file, checked for truncation and dtypes."""
+    """Of one safetensors file what `index_files` gives, checked for truncation and dtypes."""
     from safetensors import safe_open
 
     try:
         with safe_open(path, framework="pt") as file:
             views = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-            shapes = {name: (path, tuple(view.get_shape())) for name, view in views.items()}
+            found = {name: (path, name, tuple(view.get_shape())) for name, view in views.items()}
             dtypes = {name: view.get_dtype() for name, view in views.items()}
     except FileNotFoundError:  # safetensors' word for a closed file, too
         said = "cannot be read" if path.exists() else "missing"
@@ -455,4 +487,4 @@ def read_header(path):
     for name, dtype in dtypes.items():
         if dtype not in ("F64", "F32", "F16", "BF16"):
             raise UserError(f"{path}: tensor {name} is {dtype}, not a float")
-    return shapes
+    return found
