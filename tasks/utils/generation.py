@@ -11,8 +11,8 @@ from utils.errors import UserError
 # of its tokens.
 KEPT = "eos_token_id", "use_cache"
 HARMLESS = {
-    *KEPT, "bos_token_id", "pad_token_id", "do_sample", "temperature", "top_k", "top_p", "max_length",
-    "max_new_tokens", "output_attentions", "output_hidden_states", "output_scores",
+    *KEPT, "bos_token_id", "pad_token_id", "do_sample", "temperature", "top_k", "top_p",
+    "max_length", "max_new_tokens", "output_attentions", "output_hidden_states", "output_scores",
     "output_logits", "return_dict_in_generate", "_from_model_config", "transformers_version",
 }  # fmt: skip
 

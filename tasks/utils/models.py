@@ -447,7 +447,7 @@ def index_files(directory):
             content = json.loads(index.read_text())
             names = set(content["weight_map"].values())
             assert all(isinstance(name, str) for name in names), "file names must be strings"
-            wanted = "transformers wants an entry \"metadata\", such as {}"
+            wanted = 'transformers wants an entry "metadata", such as {}'
             assert isinstance(content.get("metadata"), dict), wanted
         except Exception as error:  # whatever it holds instead
             raise UserError(f"{index}: damaged index: {error!r}") from None
