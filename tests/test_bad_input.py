@@ -10,7 +10,8 @@ from safetensors.torch import load_file, save_file
 
 import launch
 from conftest import make_llama
-from utils.errors import UserError
+from utils import flags
+from utils.errors import UserError, one_line
 from utils.models import Source, download
 
 
@@ -52,12 +53,23 @@ def outside(directory):
     weight_map = shard(directory)
     weight_map[min(weight_map)] = "../elsewhere.safetensors"
     index = directory / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": weight_map}))
+    index.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
 
 def missing_shard(directory):
     shard(directory)
     (directory / "model-00002-of-00002.safetensors").unlink()
+
+
+def no_metadata(directory):
+    index = {"weight_map": shard(directory)}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def without_prefix(tensors):
+    """Named as in a LlamaModel."""
+    for name in list(tensors):
+        tensors[name.removeprefix("model.")] = tensors.pop(name)
 
 
 def spare_shard(directory):
@@ -109,6 +121,11 @@ DAMAGE = {
     "missing shard": (missing_shard, "model-00002-of-00002.safetensors: missing"),
     "spare shard": (spare_shard, "model-00003-of-00003.safetensors is not in"),
     "shard outside": (outside, "outside its directory"),
+    "an index without metadata": (no_metadata, 'transformers wants an entry "metadata"'),
+    "a LlamaModel's, untied: no head": (
+        lambda d: change_tensors(d, lambda t: (without_prefix(t), t.pop("lm_head.weight"))),
+        "tensor lm_head.weight is missing",
+    ),
     # What transformers would make another model of, or overlook:
     "quantised": (
         lambda d: change_config(d, quantization_config={"load_in_8bit": True}),
@@ -217,6 +234,28 @@ def test_usage(name, tmp_path):
     file = launch.TASKS / ("kv_cache.py" if cache else "tp_llama.py")
     result = launch.ranks(file, *args, nproc=1, folder=tmp_path, torchrun=False)
     result.assert_refused(message)
+
+
+def test_guess(monkeypatch):
+    """What a mistyped flag may mean is said in the same line; an abbreviation is the flag."""
+    said = []
+    monkeypatch.setattr(flags, "fail", said.append)
+    for args, guess in {
+        ("--moddel", "x"): "; did you mean --model? ",
+        ("--num_layers=3",): "; did you mean --num-layers? ",
+        ("--zzz",): " --zzz (see",
+        ("4300",): " 4300 (see",
+        ("--num-layer", "3"): None,
+    }.items():
+        said.clear()
+        found = flags.make_parser("").parse_args(args)
+        assert guess in said[0] if guess else (said == [] and found.num_layers == 3), said
+
+
+def test_message_that_is_only_a_key():
+    """A KeyError's is told as one."""
+    assert one_line(KeyError("metadata")) == "KeyError('metadata')"
+    assert one_line(ValueError("too\n long")) == "too long" and one_line(OSError()) == "OSError()"
 
 
 def test_no_pad_token(tmp_path):

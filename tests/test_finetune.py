@@ -577,12 +577,16 @@ def test_longer_than_the_model_was_made_for(tmp_path, odd_llama):
 
 def test_text_as_files_have_it():
     """A byte-order mark, CRLF, NULs and a Gutenberg licence change nothing."""
+
+    def read(content):
+        return utils.text.between_marks("x", utils.text.decode(content, "x"))[1]
+
     clean = "Stately, plump Buck Mulligan\n\ncame from the stairhead"
     book = "*** START OF THE PROJECT GUTENBERG EBOOK ULYSSES ***\n" + clean
     book = f"Licence\n{book}\n*** END OF THE PROJECT GUTENBERG EBOOK ULYSSES ***\nmore licence"
     for text in (clean, "\ufeff" + clean, clean.replace("\n", "\r\n"), clean + "\0", book):
-        assert utils.text.decode(text.encode(), "x") == clean
-    assert utils.text.decode((book + book + book).encode(), "x") == "\n\n".join([clean] * 3)
+        assert read(text.encode()) == clean
+    assert read((book + book + book).encode()) == "\n\n".join([clean] * 3)
     with pytest.raises(UserError, match="not UTF-8: byte 0xe9 at offset 3"):
         utils.text.decode("caf\xe9 noir".encode("latin-1"), "x")
     with pytest.raises(UserError, match="UTF-16"):
@@ -594,12 +598,21 @@ def test_text_of_which_some_is_left_out(tmp_path):
     book = "Licence\n*** START OF THE PROJECT GUTENBERG EBOOK X ***\n%s\n*** END OF THE PROJECT "
     book += "GUTENBERG EBOOK X ***\nmore"
     (tmp_path / "books.txt").write_text(book % "One day" + book % "Another day")
-    (tmp_path / "plain.txt").write_text("One day")
-    for name, text, some in (
-        ("books", "One day\n\nAnother day", True),
-        ("plain", "One day", False),
-    ):
+    start = "*** START OF THE PROJECT GUTENBERG EBOOK X"
+    texts = {
+        "books": (book % "One day" + book % "Another day", "One day\n\nAnother day", True),
+        "a title of two lines": (f"Licence\n{start}\nAND Y ***\nOne day", "One day", True),
+        "plain": ("One day", "One day", False),
+    }
+    for name, prose in {
+        "no closing stars": f"One day\n{start}\nthe fox\n\n***\nslept",
+        "stars of a paragraph below": f"One day\n{start}\n\nthe fox *** slept ***\nwell",
+        "a mark in the middle of prose": f"One day he read {start} *** and slept\nwell",
+    }.items():
+        texts[name] = prose, prose, False
+    for name, (content, text, some) in texts.items():
         path = str(tmp_path / f"{name}.txt")
+        (tmp_path / f"{name}.txt").write_text(content)
         said, found = utils.text.find_text(path, None, 1, 0)
         assert found == text and said.startswith(path) and ("between" in said) == some
 

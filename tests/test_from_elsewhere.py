@@ -8,9 +8,12 @@ import json
 import shutil
 
 import pytest
+import torch
+from transformers import LlamaForCausalLM
 
 import launch
 from test_planted_bugs import plant
+from utils.models import TRANSFORMERS_4
 
 REPLICAS = """
 import sys
@@ -83,7 +86,8 @@ SETTINGS = {
     # name: (generation_config.json, changes of config.json)
     "use_cache false": (None, {"use_cache": False}),
     "a repetition penalty, several ends": (
-        {"eos_token_id": [0, 15], "repetition_penalty": 1.5, "do_sample": True, "top_p": 0.9}, {}
+        {"eos_token_id": [0, 15], "repetition_penalty": 1.5, "do_sample": True, "top_p": 0.9,
+         "stop_strings": ["."], "max_time": 0.1}, {}
     ),
     "dynamic RoPE": (None, {"rope_scaling": DYNAMIC, "max_position_embeddings": 64}),
 }  # fmt: skip
@@ -99,6 +103,8 @@ def test_settings_of_a_folder(name, tmp_path):
         file = launch.TASKS / f"{script}.py"
         result = launch.ranks(file, *args, nproc=2, folder=tmp_path)
         assert result.code == 0 and result.out.count("Tests passed") == 2, result.tail()
+        said = "max_time, repetition_penalty, stop_strings of"
+        assert result.out.count(said) == ("penalty" in name), result.tail()
 
 
 def test_cached_keys_keep_their_factors(tmp_path):
@@ -114,15 +120,24 @@ def test_cached_keys_keep_their_factors(tmp_path):
 
 
 def test_end_of_a_text_is_kept(tmp_path):
-    """What a folder says of generation goes along when all weights are trained and written."""
-    model = variant(tmp_path / "model", {"eos_token_id": [0, 15], "pad_token_id": 1})
-    args = ["--model", model, "--peft", "none", "--steps", 1, "--check-steps", 0, "--seq-len", 32]
+    """What a folder says goes along when all weights are trained and written, as by the library."""
+    generation = {"eos_token_id": [0, 15], "pad_token_id": 1, "temperature": 0.7}
+    changes = {"use_cache": False, "attention_dropout": 0.1, "dtype": "bfloat16", "made_by": "us"}
+    model = variant(tmp_path / "model", generation, **changes)
+    args = ["--model", model, "--peft", "none", "--steps", 1, "--check-steps", 1, "--seq-len", 32]
     file = launch.TASKS / "ulysses_finetune.py"
     args += ["--output-dir", tmp_path / "out"]
     result = launch.ranks(file, *args, nproc=2, folder=tmp_path)
     assert result.code == 0, result.tail()
-    written = json.loads((tmp_path / "out" / "model" / "generation_config.json").read_text())
-    assert written == {"eos_token_id": [0, 15], "pad_token_id": 1}
+    dtype = {"torch_dtype" if TRANSFORMERS_4 else "dtype": torch.float32}
+    LlamaForCausalLM.from_pretrained(model, **dtype).save_pretrained(tmp_path / "plain")
+    for name in "config.json", "generation_config.json":
+        ours, theirs = (
+            json.loads((tmp_path / folder / name).read_text()) for folder in ("out/model", "plain")
+        )
+        theirs.pop("_name_or_path", None)  # transformers 4's, of this machine
+        assert ours == theirs
+    assert ours.items() >= generation.items()
 
 
 FEW_TOKENS = {

@@ -15,8 +15,9 @@ from transformers import AutoModelForCausalLM
 
 import launch
 from conftest import make_llama
-from test_bad_input import change_config, change_tensors, shard
+from test_bad_input import change_config, change_tensors, shard, without_prefix
 from utils.errors import UserError
+from utils.generation import hf_generate, other_settings, recompute
 from utils.models import IGNORED_SETTINGS, TRANSFORMERS_4, Source, as_transformers_4
 from utils.presets import LLAMA3_ROPE
 
@@ -180,6 +181,13 @@ def generation(directory, **settings):
     (directory / "generation_config.json").write_text(json.dumps(settings))
 
 
+def with_prefix(tensors):
+    """As a wrapper's names for the model."""
+    for name in list(tensors):
+        tensors[f"model.{name}"] = tensors.pop(name)
+
+
+NEWER = "names that transformers 5 reads: "
 DIRECTORIES = {
     "as saved": lambda d: None,
     "in shards": shard,
@@ -209,6 +217,10 @@ DIRECTORIES = {
         (d / "generation_config.json").unlink(), change_config(d, eos_token_id=[2, 15])
     ),
     "a repetition penalty": lambda d: generation(d, repetition_penalty=1.3, eos_token_id=2),
+    "of a LlamaModel": lambda d: (tie(d), change_tensors(d, without_prefix)),
+    "of a LlamaModel, in shards": lambda d: (tie(d), change_tensors(d, without_prefix), shard(d)),
+    f"{NEWER}of a LlamaModel, and a head": lambda d: change_tensors(d, without_prefix),
+    f"{NEWER}model. twice": lambda d: change_tensors(d, with_prefix),
     "frequencies in the file": lambda d: change_tensors(
         d, lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(5)})
     ),
@@ -217,8 +229,67 @@ DIRECTORIES = {
 
 @pytest.mark.parametrize("name", DIRECTORIES)
 def test_directory(name, directory):
+    if name.startswith(NEWER) and TRANSFORMERS_4:
+        pytest.skip("transformers 4 does not read these names")
     DIRECTORIES[name](directory)
     assert_same_as_the_library(directory)
+
+
+# ---------------------------------------------------------------- settings for generation
+
+
+# What stops, needs something beside the model, or makes other tokens: in generation_config.json.
+OTHER = dict(
+    stop_strings=["a"], max_time=1e-9, token_healing=True, forced_eos_token_id=5, min_new_tokens=5,
+    num_beams=3, early_stopping=True, length_penalty=2.0, num_beam_groups=3, diversity_penalty=0.5,
+    constraints=[1], force_words_ids=[[5]], penalty_alpha=0.6, dola_layers="low", use_mtp=True,
+    prompt_lookup_num_tokens=3, assistant_early_exit=2, is_assistant=True,
+    speculation_type="dflash", watermarking_config={"greenlist_ratio": 0.5, "bias": 9.0},
+    guidance_scale=2.0,
+    repetition_penalty=5.0, no_repeat_ngram_size=1, encoder_repetition_penalty=2.0,
+    bad_words_ids=[[7]], suppress_tokens=[7], begin_suppress_tokens=[7],
+    sequence_bias=[[[5], 50.0]], exponential_decay_length_penalty=[1, 9.0],
+    renormalize_logits=True, remove_invalid_values=True, cache_implementation="offloaded",
+    prefill_chunk_size=2, custom_generate="x",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_likeliest_tokens(name, directory):
+    """Whatever a directory says of how to generate; what is left out is named."""
+    generation(directory, **{name: OTHER[name]})
+    source, ids = Source(str(directory)), torch.arange(12).view(2, 6)
+    assert other_settings(source.generation) == [name]
+    model = source.load_model(torch.float32, CPU)
+    before = model.generation_config.to_dict()
+    assert torch.equal(hf_generate(model, ids, 5), recompute(model, ids, 5))
+    assert model.generation_config.to_dict() == before
+
+
+@pytest.mark.parametrize("name", ["stop_strings", "max_time", "repetition_penalty", "num_beams"])
+def test_settings_that_the_library_follows(name, directory):
+    """By itself: the test above would see it."""
+    generation(directory, **{name: OTHER[name]})
+    model, ids = Source(str(directory)).load_model(torch.float32, CPU), torch.arange(12).view(2, 6)
+    try:
+        found = model.generate(ids, attention_mask=ids * 0 + 1, max_new_tokens=5, pad_token_id=0)
+    except ValueError as error:
+        assert name == "stop_strings" and "tokenizer" in str(error)
+        return
+    assert not torch.equal(found, recompute(model, ids, 5))
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"eos_token_id": [2, 15], "temperature": 0.6, "top_p": 0.9, "do_sample": True}, []),
+        ({"repetition_penalty": 1.3, "use_cache": False}, ["repetition_penalty"]),
+    ],
+)
+def test_settings_that_change_no_token(settings, expected, directory):
+    """Are not told of."""
+    generation(directory, **settings)
+    assert other_settings(Source(str(directory)).generation) == expected
 
 
 # ---------------------------------------------------------------- tokenizers

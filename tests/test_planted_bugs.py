@@ -621,7 +621,7 @@ BUGS = {
     "on split sequences .generate avoids repetition": (
         "ulysses_forward --new-tokens 40", 2, "generation.py",
         "max_new_tokens=new_tokens, do_sample",
-        "repetition_penalty=9.0 if hasattr(model, 'group') else 1.0, "
+        "repetition_penalty=9.0 if hasattr(model, 'get_group') else 1.0, "
         "max_new_tokens=new_tokens, do_sample", "generated tokens by .generate",
     ),
     "with a static cache the mask is dropped": (

@@ -2,7 +2,6 @@
 
 import argparse
 import copy
-import shutil
 import statistics
 import sys
 import tempfile
@@ -12,7 +11,6 @@ from pathlib import Path
 
 import torch
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
-from safetensors.torch import save_file
 
 from memory.long_sequence import Techniques, possible
 from utils.checkpoint import fingerprint, fingerprint_of_config, swap
@@ -20,7 +18,7 @@ from utils.documents import load_documents, pack
 from utils.errors import UserError
 from utils.flags import gib, positive
 from utils.measure import is_for_memory, limited_memory
-from utils.models import is_hub_id
+from utils.models import is_hub_id, quiet
 from utils.text import load_sequences
 from utils.training_checks import base_of, trained
 
@@ -246,13 +244,12 @@ def write_result(run, model, final):
         if hasattr(model, "peft_config"):
             model.save_pretrained(part, save_embedding_layers=False)
         else:
-            config = copy.deepcopy(run.source.config)
-            config.architectures, config.use_cache = ["LlamaForCausalLM"], True
-            config.save_pretrained(part)
             tensors = {name: p.detach().cpu() for name, p in trained(model).items()}
-            save_file(tensors, part / "model.safetensors", {"format": "pt"})
-            if run.source.generation:  # as it came: where it ends a text, for example
-                shutil.copy(run.source.directory / "generation_config.json", part)
+            written = run.source.written_model(run.dtype)
+            written.load_state_dict(tensors, strict=False, assign=True)
+            written.tie_weights()
+            with quiet():
+                written.save_pretrained(part)
             if run.tokenizer:
                 run.tokenizer.save_pretrained(part)
         for file in part.iterdir():

@@ -3,3 +3,9 @@
 
 class UserError(ValueError):
     """Bad input. One `error: ...` line, no traceback of ours, and each rank exits with code 2."""
+
+
+def one_line(error):
+    """What a library's exception says, in one line. A KeyError's message is only the key."""
+    said = " ".join(str(error).split())
+    return repr(error) if isinstance(error, LookupError) or not said else said

@@ -1,7 +1,9 @@
 """The command line: the flags of every script, and those of the scripts that run a whole Llama."""
 
 import argparse
+import re
 from dataclasses import dataclass, fields
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +17,20 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse whose messages come once, not once a rank."""
+    """argparse whose messages come once, not once a rank, and that guesses what was meant."""
+
+    def parse_args(self, args=None, namespace=None):
+        found, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{self.guess(unknown)}")
+        return found
+
+    def guess(self, unknown):
+        """A flag's name that is like the first one that is unknown, in words; "" if none is."""
+        known = re.findall(r"--[\w-]+", self.format_usage())
+        flags = [word.partition("=")[0] for word in unknown if word.startswith("-")]
+        likely = get_close_matches(flags[0], known, n=1) if flags else []
+        return f"; did you mean {likely[0]}?" if likely else ""
 
     def error(self, message):
         fail(f"{message} (see --help)")

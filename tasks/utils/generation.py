@@ -3,13 +3,26 @@
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from transformers import GenerationConfig
 
 from utils.errors import UserError
+
+# A model's own settings for generation that `hf_generate` keeps; and those that would change none
+# of its tokens.
+KEPT = "eos_token_id", "use_cache"
+HARMLESS = {
+    *KEPT, "bos_token_id", "pad_token_id", "do_sample", "temperature", "top_k", "top_p",
+    "max_length", "max_new_tokens", "output_attentions", "output_hidden_states", "output_scores",
+    "output_logits", "return_dict_in_generate", "_from_model_config", "transformers_version",
+}  # fmt: skip
 
 
 def encode_prompts(run, prompts, new_tokens):
     """The tokens of each --prompt, padded on the left, and their mask: (B, S) both."""
     source, tokenizer, rows = run.source, run.tokenizer, []
+    if left_out := other_settings(source.generation):
+        run.print0(f"note: text is the likeliest tokens: {', '.join(left_out)} of {source.name}'s "
+                   "generation settings left out")  # fmt: skip
     limit = source.config.max_position_embeddings
     for number, prompt in enumerate(prompts):
         tokens = [i % source.config.vocab_size for i in range(1, 6 + number)]
@@ -36,6 +49,15 @@ def encode_prompts(run, prompts, new_tokens):
     return ids, mask
 
 
+def other_settings(settings):
+    """The names of a GenerationConfig's settings that could make other tokens than the likeliest.
+
+    What only chooses among samples is not among them. settings: may be None.
+    """
+    found = settings.to_diff_dict() if settings else {}
+    return sorted(name for name, value in found.items() if value and name not in HARMLESS)
+
+
 @torch.no_grad()
 def recompute(model, ids, new_tokens):
     """Continue ids (B, S) greedily, recomputing everything for each token: (B, S + new_tokens)."""
@@ -48,13 +70,21 @@ def recompute(model, ids, new_tokens):
 def hf_generate(model, ids, new_tokens, **options):
     """The same by Hugging Face's own loop, with its cache: ids (B, S) -> (B, S + new_tokens).
 
-    It stops early when every sequence has ended; what is missing then is filled with -1.
+    It stops early when every sequence has ended; what is missing then is filled with -1. Of the
+    model's own settings only those `KEPT` count. Others need a tokenizer, a clock or another model,
+    or take other tokens than the likeliest, and then a tie could not be told from an error.
     """
-    length = ids.shape[1] + new_tokens
-    options = {"attention_mask": torch.ones_like(ids), "pad_token_id": 0, **options}
-    # What a model's own settings may say, and this function does not.
-    options |= {"return_dict_in_generate": False, "num_return_sequences": 1}
-    ids = model.generate(ids, max_new_tokens=new_tokens, do_sample=False, **options)
+    length, own = ids.shape[1] + new_tokens, model.generation_config
+    options = {"attention_mask": torch.ones_like(ids), **options}
+    settings = GenerationConfig(
+        max_new_tokens=new_tokens, do_sample=False, pad_token_id=0,
+        **{name: getattr(own, name) for name in KEPT},
+    )  # fmt: skip
+    model.generation_config = settings  # else the library would add the model's to these
+    try:
+        ids = model.generate(ids, generation_config=settings, **options)
+    finally:
+        model.generation_config = own
     return F.pad(ids, (0, length - ids.shape[1]), value=-1)
 
 

@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from utils import smollm2
-from utils.errors import UserError
+from utils.errors import UserError, one_line
 from utils.float64 import compute_in_float64
 from utils.measure import is_for_memory
 from utils.presets import PRESETS
@@ -71,7 +71,7 @@ class Source:
     Checks everything that can be checked without reading weights; raises `UserError` with one line
     that says what is wrong. `config` is a LlamaConfig, `directory` is None for random weights,
     `shapes` has every parameter's, by name. `generation` is the directory's GenerationConfig, None
-    if it has none.
+    for random weights.
     """
 
     def __init__(self, name, num_layers=None, seed=0):
@@ -93,20 +93,22 @@ class Source:
                 raise UserError(f"--num-layers cuts random/ models short, not {name}")
             self.directory = find_directory(name)
             settings = read_settings(self.directory)
-            self.generation = read_generation(self.directory, settings)
+            self.generation = read_generation(self.directory)
+        self.settings = settings  # as they are written out again
+        settings = {name: value for name, value in settings.items() if name not in IGNORED_SETTINGS}
         try:
             self.config = LlamaConfig.from_dict(settings)
             parameters = self.empty_model().named_parameters()
             self.shapes = {name: tuple(p.shape) for name, p in parameters}
         except Exception as error:  # the library's own validation: say what it says, in one line
-            raise UserError(f"{name}: config.json: {' '.join(str(error).split())}") from None
+            raise UserError(f"{name}: config.json: {one_line(error)}") from None
         if self.config.num_hidden_layers < 1:
             raise UserError(f"{name}: config.json: a model without layers")
         heads, kv_heads = self.config.num_attention_heads, self.config.num_key_value_heads
         if heads % kv_heads:
             raise UserError(f"{name}: {heads} query heads do not divide by {kv_heads} KV heads")
         if self.directory:
-            self.files = index_files(self.directory)
+            self.files = rename(index_files(self.directory), self.shapes)
             self.check_names()
 
     def from_scratch(self, tokenizer):
@@ -130,6 +132,20 @@ class Source:
         if self.generation:
             model.generation_config = copy.deepcopy(self.generation)
         return model.eval()
+
+    def written_model(self, dtype):
+        """A model without memory whose `save_pretrained` writes what the source says of itself.
+
+        That is what transformers writes after its own `from_pretrained`: settings that a run may
+        not follow, such as `use_cache`, and those for generation.
+        """
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        with torch.device("meta"):
+            model = LlamaForCausalLM(LlamaConfig.from_dict(self.settings)).to(dtype)
+        if self.generation:
+            model.generation_config = copy.deepcopy(self.generation)
+        return model
 
     def load_model(self, dtype, device, parallelize=None):
         """An ordinary LlamaForCausalLM, or this rank's share of it.
@@ -174,7 +190,7 @@ class Source:
         except Exception as error:
             if is_for_memory(error):
                 raise
-            raise UserError(f"{self.name}: {' '.join(str(error).split())}") from None
+            raise UserError(f"{self.name}: {one_line(error)}") from None
         for name, parameter in model.named_parameters():
             if not parameter.isfinite().all():
                 raise UserError(f"{self.name}: non-finite values in {name}")
@@ -184,7 +200,7 @@ class Source:
 
     def check_names(self):
         """Missing, unexpected and misshapen tensors: the library would only warn."""
-        expected, found = self.shapes, {name: shape for name, (_, shape) in self.files.items()}
+        expected, found = self.shapes, {name: file[-1] for name, file in self.files.items()}
         if self.config.tie_word_embeddings and found.pop("lm_head.weight", None):
             tied = "lm_head.weight", "model.embed_tokens.weight"
             if tied[1] in found and not torch.equal(*map(self.read, tied)):
@@ -207,9 +223,9 @@ class Source:
         from safetensors import safe_open
 
         # Opened anew for each tensor: a mapped file counts as this process's memory.
-        with safe_open(self.files[name][0], framework="pt") as file:
-            shape = self.files[name][1]
-            values = file.get_slice(name)[shard or tuple(map(slice, shape))]
+        path, key, shape = self.files[name]
+        with safe_open(path, framework="pt") as file:
+            values = file.get_slice(key)[shard or tuple(map(slice, shape))]
         if not values.isfinite().all():
             raise UserError(f"{self.name}: non-finite values in {name}")
         return values
@@ -245,8 +261,9 @@ class Source:
                 self.directory, local_files_only=True, trust_remote_code=False
             )
         except Exception as error:
-            said = " ".join(str(error).split())
-            raise UserError(f"{self.name}: tokenizer ({', '.join(files)}): {said}") from None
+            raise UserError(
+                f"{self.name}: tokenizer ({', '.join(files)}): {one_line(error)}"
+            ) from None
         # Without these files some classes make an empty one. Those of bytes have none.
         words = set(type(tokenizer).vocab_files_names.values())
         by_version = any(re.fullmatch(r"tokenizer\..*\.json", name) for name in files)
@@ -315,7 +332,7 @@ def download(name, offline=False):
             etag_timeout=5, local_files_only=offline,
         ))  # fmt: skip
     except Exception as error:
-        reason = re.sub(r"hf_\w+", "hf_...", " ".join(str(reason or error).split())[:200])
+        reason = re.sub(r"hf_\w+", "hf_...", one_line(reason or error)[:200])
         raise UserError(f"--model {name}: neither downloaded nor in the cache ({reason}); "
                         "give a local directory, or --model tiny") from None  # fmt: skip
 
@@ -366,7 +383,6 @@ def read_settings(directory):
     if (directory / "adapter_config.json").exists():
         raise UserError(f"{directory}: adapter_config.json: an adapter is not loaded; merge it "
                         "into its model")  # fmt: skip
-    settings = {name: value for name, value in settings.items() if name not in IGNORED_SETTINGS}
     for name in "rope_parameters", "rope_scaling":
         if not isinstance(settings.get(name) or {}, dict):
             raise UserError(f"{path}: {name} is {settings[name]!r}, not a dict")
@@ -385,29 +401,41 @@ def as_transformers_4(settings):
     return settings
 
 
-def read_generation(directory, settings):
-    """generation_config.json as transformers reads it, or None if there is none.
-
-    Without that file, older directories have such settings in config.json: see `read_settings`.
-    """
+def read_generation(directory):
+    """generation_config.json as transformers reads it; without one, what config.json says of it."""
     from transformers import GenerationConfig
 
-    path = directory / "generation_config.json"
+    path, options = directory / "generation_config.json", {}
+    if not path.exists():
+        path, options = directory / "config.json", {"_from_model_config": True}
     try:
-        if path.exists():
-            return GenerationConfig.from_pretrained(directory, local_files_only=True)
-        path = directory / "config.json"
-        known = GenerationConfig().to_dict().keys() - {*IGNORED_SETTINGS, "transformers_version"}
-        found = {name: value for name, value in settings.items() if name in known}
-        if found.keys() <= {"bos_token_id", "eos_token_id", "pad_token_id"}:  # every Llama's
-            return None
-        return GenerationConfig(**found)
+        return GenerationConfig.from_pretrained(
+            directory, config_file_name=path.name, local_files_only=True, **options
+        )
     except Exception as error:
-        raise UserError(f"{path}: {' '.join(str(error).split())}") from None
+        raise UserError(f"{path}: {one_line(error)}") from None
+
+
+def rename(files, expected):
+    """What `index_files` gives, by the names that transformers finds these tensors for.
+
+    A LlamaModel's tensors have no `model.` before their names, and some tools put one before all.
+    expected: the model's names.
+    """
+    if TRANSFORMERS_4 and ("lm_head.weight" in files or any(k.startswith("model") for k in files)):
+        return files  # there, only a LlamaModel's as they are
+
+    def name_of(key):
+        for name in key.removeprefix("model."), f"model.{key}":
+            if name in expected and name not in files:
+                return name
+        return key
+
+    return {name_of(key): value for key, value in files.items()}
 
 
 def index_files(directory):
-    """{tensor name: (file, shape)} of a directory's safetensors, sharded or not.
+    """{tensor name: (file, name there, shape)} of a directory's safetensors, sharded or not.
 
     One file goes before an index, as in transformers: `save_pretrained` in one file leaves the
     index of earlier shards behind.
@@ -416,8 +444,11 @@ def index_files(directory):
     single = (directory / "model.safetensors").exists()
     if index.exists() and not single:
         try:
-            names = set(json.loads(index.read_text())["weight_map"].values())
+            content = json.loads(index.read_text())
+            names = set(content["weight_map"].values())
             assert all(isinstance(name, str) for name in names), "file names must be strings"
+            wanted = 'transformers wants an entry "metadata", such as {}'
+            assert isinstance(content.get("metadata"), dict), wanted
         except Exception as error:  # whatever it holds instead
             raise UserError(f"{index}: damaged index: {error!r}") from None
     elif single:
@@ -438,13 +469,13 @@ def index_files(directory):
 
 
 def read_header(path):
-    """{tensor name: (path, shape)} of one safetensors file, checked for truncation and dtypes."""
+    """Of one safetensors file what `index_files` gives, checked for truncation and dtypes."""
     from safetensors import safe_open
 
     try:
         with safe_open(path, framework="pt") as file:
             views = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-            shapes = {name: (path, tuple(view.get_shape())) for name, view in views.items()}
+            found = {name: (path, name, tuple(view.get_shape())) for name, view in views.items()}
             dtypes = {name: view.get_dtype() for name, view in views.items()}
     except FileNotFoundError:  # safetensors' word for a closed file, too
         said = "cannot be read" if path.exists() else "missing"
@@ -456,4 +487,4 @@ def read_header(path):
     for name, dtype in dtypes.items():
         if dtype not in ("F64", "F32", "F16", "BF16"):
             raise UserError(f"{path}: tensor {name} is {dtype}, not a float")
-    return shapes
+    return found

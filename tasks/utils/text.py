@@ -16,7 +16,12 @@ from utils.models import TINY, cache_folder
 
 ULYSSES = "https://www.gutenberg.org/cache/epub/4300/pg4300.txt"  # the assignment's example
 ENOUGH = 10**7  # characters; no more of a text is turned into tokens, unless more are needed
-MARK = re.compile(r"\*\*\* ?(START|END) OF TH(?:E|IS) PROJECT GUTENBERG EBOOK.*?\*\*\*", re.DOTALL)
+# From the start of a line to stars at the end of it, or of one of the next two: a book's title may
+# be long. The same words in prose, or without these stars, are no mark.
+MARK = re.compile(
+    r"^\*\*\* ?(START|END) OF TH(?:E|IS) PROJECT GUTENBERG EBOOK.*?"
+    r"(?:\n(?!\*\*\*|[ \t]*$).*?){0,2}?\*\*\*[ \t]*$", re.MULTILINE
+)  # fmt: skip
 
 
 def load_sequences(run, where, count, seq_len):
@@ -74,14 +79,12 @@ def has_own_text(where, source):
 def find_text(where, source, needed, seed):
     """The text, and what to call it."""
     if where is not None and not is_url(where):
-        content = read_file(where)
-        return told(where, content), decode(content, where)
+        return between_marks(where, decode(read_file(where), where))
     if has_own_text(where, source):
         return own_text(needed, seed)
     url = where or ULYSSES
     try:
-        content = fetch(url)
-        return told(url, content), decode(content, url)
+        return between_marks(url, decode(fetch(url), url))
     except (OSError, ValueError, http.client.HTTPException) as error:  # URLError is an OSError
         if where:
             raise UserError(f"--text {url}: not fetched ({error}); give a file") from None
@@ -89,10 +92,11 @@ def find_text(where, source, needed, seed):
         return f"{name}, since {url} is out of reach ({error})", text
 
 
-def told(name, content):
-    """The name of a text, and that some of it is left out, if so: see `books`."""
-    marked = b" PROJECT GUTENBERG EBOOK" in content
-    return f"{name} (what is between Project Gutenberg's marks)" if marked else name
+def between_marks(name, text):
+    """The name of a text, which says whether some of it is left out, and the rest: see `books`."""
+    if MARK.search(text):
+        name += " (what is between Project Gutenberg's marks)"
+    return name, "\n\n".join(books(text)).strip("\n")
 
 
 def own_stories(seed, needed=0):
@@ -150,15 +154,14 @@ def fetch(url):
 
 
 def decode(content, name):
-    """Text of UTF-8 bytes: no byte-order mark, LF line ends, no NULs, no Gutenberg licence."""
+    """Text of UTF-8 bytes: no byte-order mark, LF line ends, no NULs."""
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         kind = "UTF-16" if content[:2] in (b"\xff\xfe", b"\xfe\xff") else "not UTF-8"
         raise UserError(f"--text {name}: {kind}: byte {content[error.start]:#04x} at offset "
                         f"{error.start}; convert it, as with iconv -t utf-8") from None  # fmt: skip
-    text = text.replace("\r\n", "\n").replace("\r", "\n").replace("\0", "")
-    return "\n\n".join(books(text)).strip("\n")
+    return text.replace("\r\n", "\n").replace("\r", "\n").replace("\0", "")
 
 
 def books(text):
