@@ -229,14 +229,13 @@ def vocab_parallel_loss(
 
     Takes the place of Hugging Face's loss: labels are the input tokens and are shifted here,
     `ignore_index` marks tokens without loss, and the mean is over the rest or, as its Trainer
-    wants it, over `num_items_in_batch`. Without any valid label the loss is 0. Raises ValueError
-    and IndexError as `next_tokens` does.
+    wants it, over `num_items_in_batch`. Raises ValueError and IndexError as `next_tokens` does.
     """
     size = logits.shape[:2]
     targets = next_tokens(labels, size, vocab_size, ignore_index, shift_labels)
     count = num_items_in_batch
     if count is None:
-        count = (targets != ignore_index).sum().clamp(min=1)
+        count = (targets != ignore_index).sum()
     return sum_of_losses(logits, targets, rows, group, ignore_index) / count
 
 

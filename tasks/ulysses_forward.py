@@ -237,7 +237,7 @@ class SequenceParallelLlama(LlamaForCausalLM):
             # The labels were shifted before they are split: the next may be another rank's.
             loss = self.sum_of_losses(output.logits, mine(targets, -100))
             if num_items_in_batch is None:
-                num_items_in_batch = (targets != -100).sum().clamp(min=1)
+                num_items_in_batch = (targets != -100).sum()
             loss = sum_over_ranks(loss, self.get_group()) / num_items_in_batch
             output = type(output)(loss=loss, **output)  # the loss first, as in the whole model's
         return output.to_tuple() if return_dict is False else output

@@ -22,6 +22,7 @@ from transformers import LlamaForCausalLM
 import data_parallel, pretrain_2d, ulysses_finetune
 from dtensor_llama import dtensor_parallelize
 from memory.long_sequence import Techniques
+from pipeline_llama import Pipeline, keep_stage
 from ring_attention import ring_parallelize
 from tp_llama import tensor_parallelize
 from ulysses_forward import sequence_parallelize
@@ -132,6 +133,73 @@ def replicas(ids, mesh):
             data_parallel.average_gradients(model, mesh)
         compare(f"data parallel, {{strategy}}", model, whole)
 
+def no_labels(ids, mesh):
+    # A mean of no losses is NaN, with gradients of 0: of the unmodified model, and of all others.
+    P, rank, group = mesh.size(), mesh.get_local_rank(), mesh.get_group()
+    own = split_by_rank(ids, mesh)
+    labels, own_labels = (torch.full_like(x, -100) for x in (ids, own))
+    filler = torch.stack([labels, torch.arange(ids.shape[1]).expand_as(ids)], 1)
+
+    def of_model(split, ids, labels):
+        model = ordinary()
+        split(model)
+        loss = model(input_ids=ids, labels=labels).loss
+        loss.backward()
+        return model, loss
+
+    def of_loss_parallel():
+        with loss_parallel():
+            return of_model(partial(dtensor_parallelize, mesh=mesh), ids, labels)
+
+    def of_task_5(techniques):
+        model = sequence_parallelize(ordinary(), mesh)
+        return model, ulysses_finetune.forward_backward(model, filler, mesh, techniques)
+
+    def of_replicas(split):
+        model = ordinary()
+        split(model)
+        batch = own, torch.ones_like(own), own_labels
+        return model, data_parallel.forward_backward(model, batch, group)[0]
+
+    def of_pretraining():
+        mesh = init_device_mesh("cpu", (P, 1), mesh_dim_names=("dp", "tp"))
+        model = pretrain_2d.parallelize_2d(ordinary(), mesh)
+        with loss_parallel():
+            return model, pretrain_2d.forward_backward(model, (own, own_labels), mesh)
+
+    def of_pipeline(schedule):
+        stage, layers = ordinary(), ordinary().config.num_hidden_layers
+        keep_stage(stage, [1, layers] if P == 2 else [layers], rank)
+        pipe, half = Pipeline(mesh, schedule, [stage], P), len(ids) // 2
+        loss, _ = pipe.step(ids, torch.ones_like(ids), labels, [half, half])
+        return stage, loss if rank == P - 1 else torch.tensor(torch.nan)  # no loss there
+
+    losses = {{
+        "unmodified": partial(of_model, lambda model: None, ids, labels),
+        "one token": partial(of_model, lambda model: None, ids[:, :1], ids[:, :1]),
+        "loss_parallel": of_loss_parallel,
+        "pretraining": of_pretraining,
+        "tiled": partial(of_task_5, Techniques("checkpoint", tile_tokens=7)),
+        "saved outputs": partial(of_task_5, Techniques("saved-outputs", tile_tokens=7)),
+        "shard_loss": partial(of_task_5, None),
+        "data parallel": partial(of_replicas, lambda model: None),
+        "FSDP2": partial(of_replicas, partial(data_parallel.shard_fully, mesh=mesh)),
+        "GPipe": partial(of_pipeline, "gpipe"),
+        "PyTorch's 1F1B": partial(of_pipeline, "torch-1f1b"),
+    }}
+    for split in (
+        tensor_parallelize, partial(tensor_parallelize, vocab_parallel=False), dtensor_parallelize,
+        sequence_parallelize, ring_parallelize,
+    ):
+        losses[f"{{split}}"] = partial(of_model, partial(split, mesh=mesh), ids, labels)
+        losses[f"{{split}}, one token"] = partial(
+            of_model, partial(split, mesh=mesh), ids[:, :1], ids[:, :1])
+    for name, step in losses.items():
+        model, loss = step()
+        assert loss.isnan(), f"no labels: {{name}}: {{loss}}"
+        for parameter_name, parameter in model.named_parameters():
+            assert not local_part(parameter.grad).any(), f"no labels: {{name}}: {{parameter_name}}"
+
 def pretraining(ids, shapes):
     whole = ordinary()
     one_batch(whole, ids)
@@ -153,6 +221,7 @@ if __name__ == "__main__":
     shapes = [((P, 1), True), ((P, 1), False), ((1, P), False)]
     shapes = [((2, 2), True), ((2, 2), False)] if P == 4 else shapes
     parts = dict(models=partial(models, ids, mesh), wrong_use=partial(wrong_use, ids, mesh),
+                 no_labels=partial(no_labels, ids, mesh),
                  task_5=partial(task_5, ids, mesh), replicas=partial(replicas, ids, mesh),
                  pretraining=partial(pretraining, ids, shapes))
     for name in only:
@@ -171,11 +240,14 @@ def accumulate(folder, model, nproc, *parts, tasks=launch.TASKS):
 
 @pytest.mark.parametrize(
     ("nproc", "parts"),
-    [(2, ["models", "wrong_use"]), (2, ["task_5"]), (2, ["replicas", "pretraining"]),
+    [(2, ["models", "wrong_use", "no_labels"]), (2, ["task_5"]), (2, ["replicas", "pretraining"]),
      (3, ["replicas"]), (4, ["pretraining"])],
 )  # fmt: skip
 def test_microbatches(nproc, parts, odd_llama, tmp_path):
-    """Three microbatches of every technique's own step, against one batch on one rank."""
+    """Three microbatches of every technique's own step, against one batch on one rank.
+
+    And a batch without any valid label, of which every loss says what the unmodified model's does.
+    """
     result = accumulate(tmp_path, odd_llama, nproc, *parts)
     assert result.code == 0 and result.out.count("accumulated") == nproc, result.tail()
 
@@ -198,6 +270,14 @@ BUGS = {
     ),
     "a sum is not remembered": (
         "wrong_use", "collectives.py", "groups | {group}", "groups", "sums over these ranks",
+    ),
+    "no label is one label": (
+        "no_labels", "ulysses_forward.py", "(targets != -100).sum()",
+        "(targets != -100).sum().clamp(min=1)", "no labels: ",
+    ),
+    "gradients of no label are NaN": (
+        "no_labels", "long_sequence.py", "total.masked_fill((targets == -100).all(), 0)", "total",
+        "no labels: tiled",
     ),
     "a backward may add to a sum": (
         "wrong_use", "collectives.py", "if sum_is_there:", "if False:", "has added to gradients",
