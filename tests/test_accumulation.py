@@ -66,18 +66,19 @@ def models(ids, mesh):
             sum_gradients(model.parameters(), mesh)
         compare(split.__name__, model, whole)
 
+def refused(function, message):
+    try:
+        function()
+    except ValueError as error:
+        assert message in str(error), error
+    else:
+        raise AssertionError(message)
+
 def wrong_use(ids, mesh):
     # What would add a sum up again is an error, and what would not is none.
     model = sequence_parallelize(ordinary(), mesh)
     def backward():
         model(input_ids=ids, labels=ids).loss.backward()
-    def refused(function, message):
-        try:
-            function()
-        except ValueError as error:
-            assert message in str(error), error
-        else:
-            raise AssertionError(message)
     def add_up():
         sum_gradients(model.parameters(), mesh)
     grads = []
@@ -132,6 +133,35 @@ def replicas(ids, mesh):
         if strategy == "last":
             data_parallel.average_gradients(model, mesh)
         compare(f"data parallel, {{strategy}}", model, whole)
+
+def dtensors(ids):
+    # Weights that FSDP2 or a plan has split over one axis; replicas, or tokens, over the other.
+    whole, mesh = ordinary(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("one", "other"))
+    one, other = mesh["one"], mesh["other"]
+    one_batch(whole, ids)
+
+    def backward(model, mesh):
+        for part in ids.chunk(K):
+            own = split_by_rank(part, mesh)
+            model(input_ids=own, labels=own).loss.backward()
+
+    for to_none in True, False:  # the second backward is not mistaken for one after a sum
+        if to_none:
+            model = sequence_parallelize(ordinary(), other)
+            data_parallel.shard_fully(model, one)
+        backward(model, one)
+        sum_gradients(model.parameters(), other)
+        compare("tokens and FSDP2", model, whole)
+        refused(lambda: sum_gradients(model.parameters(), other), "sums over these ranks already")
+        model.zero_grad(set_to_none=to_none)
+    refused(lambda: sum_gradients(trained(model).values(), one), "summed by DTensor or FSDP2")
+    model = dtensor_parallelize(ordinary(), other)
+    backward(model, one)
+    refused(lambda: data_parallel.average_gradients(model, other), "whose mesh has several")
+    data_parallel.average_gradients(model, one)
+    compare("replicas of a plan", model, whole)
+    model.requires_grad_(False)
+    data_parallel.average_gradients(model, one)  # nothing to do
 
 def no_labels(ids, mesh):
     # A mean of no losses is NaN, with gradients of 0: of the unmodified model, and of all others.
@@ -221,7 +251,7 @@ if __name__ == "__main__":
     shapes = [((P, 1), True), ((P, 1), False), ((1, P), False)]
     shapes = [((2, 2), True), ((2, 2), False)] if P == 4 else shapes
     parts = dict(models=partial(models, ids, mesh), wrong_use=partial(wrong_use, ids, mesh),
-                 no_labels=partial(no_labels, ids, mesh),
+                 no_labels=partial(no_labels, ids, mesh), dtensors=partial(dtensors, ids),
                  task_5=partial(task_5, ids, mesh), replicas=partial(replicas, ids, mesh),
                  pretraining=partial(pretraining, ids, shapes))
     for name in only:
@@ -241,7 +271,7 @@ def accumulate(folder, model, nproc, *parts, tasks=launch.TASKS):
 @pytest.mark.parametrize(
     ("nproc", "parts"),
     [(2, ["models", "wrong_use", "no_labels"]), (2, ["task_5"]), (2, ["replicas", "pretraining"]),
-     (3, ["replicas"]), (4, ["pretraining"])],
+     (3, ["replicas"]), (4, ["pretraining", "dtensors"])],
 )  # fmt: skip
 def test_microbatches(nproc, parts, odd_llama, tmp_path):
     """Three microbatches of every technique's own step, against one batch on one rank.
