@@ -141,7 +141,7 @@ def split_vocabulary(model, group, enter=copy_to_ranks):
         keep_shard(head, 0, *rows)
     embedding.__class__ = VocabParallelEmbedding
     embedding.get_group = held(group)
-    embedding.rows, embedding.vocab_size = rows, vocab_size
+    embedding.rows, embedding.num_embeddings = rows, vocab_size  # it looks up all of them
     head.register_forward_pre_hook(bound(f, enter=enter, group=group), with_kwargs=True)
     model.sum_of_losses = bound(sum_of_losses, rows=rows, group=group)
     model.loss_function = bound(vocab_parallel_loss, rows=rows, group=group)
@@ -157,7 +157,7 @@ class VocabParallelEmbedding(nn.Embedding):
         return sum_over_ranks(self.part(ids), self.get_group())
 
     def part(self, ids):
-        return local_rows(ids, self.weight, self.rows[0], self.vocab_size, self.padding_idx)
+        return local_rows(ids, self.weight, self.rows[0], self.num_embeddings, self.padding_idx)
 
 
 def local_rows(ids, weight, first, vocab_size, padding):

@@ -33,7 +33,6 @@ from torch.autograd.function import once_differentiable
 from transformers import LlamaForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from utils.adapters import check_by_token
 from utils.collectives import gather_shares, group_of_axis, sum_over_ranks
 from utils.flags import Workload, add_model_flags, make_parser
 from utils.job import start
@@ -196,7 +195,6 @@ class SequenceParallelLlama(LlamaForCausalLM):
         Raises ValueError for what depends on more than a rank's tokens: some arguments, and some of
         PEFT's adapters (`check_by_token`).
         """
-        check_by_token(self.lm_head)  # PEFT may call this without any hooks
         refuse(kwargs, "logits_to_keep", "num_logits_to_keep", "output_attentions", "shift_labels")
         if kwargs.pop("ignore_index", None) not in (None, -100):
             raise ValueError("ignore_index: only -100 under sequence parallelism")

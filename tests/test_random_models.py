@@ -42,7 +42,7 @@ BUGS = {
         "logits: off",
     ),
     "padding learns": (
-        "tp_llama.py", "self.vocab_size, self.padding_idx)", "self.vocab_size, None)",
+        "tp_llama.py", "self.num_embeddings, self.padding_idx)", "self.num_embeddings, None)",
         "gradient of model.embed_tokens.weight",
     ),
     "a KV head's gradient is one rank's": (
