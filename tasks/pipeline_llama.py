@@ -220,7 +220,7 @@ class Pipeline:
         if not torch.is_grad_enabled():
             raise ValueError("a step goes backward: not under torch.no_grad()")
         if not sizes or min(sizes) < 1 or sum(sizes) != len(ids):
-            raise ValueError(f"microbatches of {sizes} sequences: 1 or more each, {len(ids)} in all")
+            raise ValueError(f"microbatches of {sizes} sequences: 1 or more, {len(ids)} in all")
         if self.schedule in BY_TORCH and len(set(sizes)) > 1:
             raise ValueError(f"microbatches of unequal size, {sizes}: not by {self.schedule}")
         if mask.shape != ids.shape:

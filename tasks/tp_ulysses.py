@@ -346,7 +346,7 @@ def show(run, args):
         mine = torch.arange(S)[model.tokens(S)]
         return mine.view(tp, -1)[mesh["tp"].get_local_rank()] if args.megatron_sp else mine
 
-    # Of more ranks than two, gloo's sums of few bytes and sums in half precision are other messages.
+    # Of more than two ranks, sums of few bytes by gloo, or in half precision, are other messages.
     exact = tp <= 2 or dist.get_backend(mesh["tp"].get_group()) == NAME
     whole = "norm" if tp > 1 else ""
     show_sequence(run, Workload.of(args), mesh["sp"], parallelize, bytes_of, held, (whole,), exact)

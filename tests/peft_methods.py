@@ -128,7 +128,7 @@ REFUSED = {
         lambda: lora(monteclora_config=of_lora.MontecloraConfig()), "MontecloraLinearVariant"
     ),
     "Shadow": (lambda: peft.ShadowConfig(**CAUSAL), "shadow"),
-    "prefix tuning": (lambda: peft.PrefixTuningConfig(**VIRTUAL), "PREFIX_TUNING: of PEFT's prompts"),
+    "prefix tuning": (lambda: peft.PrefixTuningConfig(**VIRTUAL), "PREFIX_TUNING: of PEFT's"),
     "CPT": (
         lambda: peft.CPTConfig(
             cpt_token_ids=[5, 6, 7], cpt_mask=[1, 1, 1], cpt_tokens_type_mask=[1, 2, 3], **CAUSAL

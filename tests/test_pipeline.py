@@ -139,7 +139,7 @@ def test_edges_of_a_pipe(batch, split_size, by_workers):
         (nn.Sequential, 1, torch.ones(2, 8), "no modules"),
         (stack, 1, torch.tensor(1.0), "a batch is one tensor"),
         (stack, 1, (torch.ones(2, 8),), "a batch is one tensor"),
-        (lambda: nn.Sequential(nn.LSTM(4, 4)), 1, torch.ones(2, 3, 4), "a tuple, is not one tensor"),
+        (lambda: nn.Sequential(nn.LSTM(4, 4)), 1, torch.ones(2, 3, 4), "a tuple, is not one"),
         (lambda: nn.Sequential(nn.Flatten(0)), 1, torch.ones(2, 4), "outputs of 8 rows, from a ba"),
     ],
 )

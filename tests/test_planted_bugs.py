@@ -1084,7 +1084,8 @@ BUGS = {
     "a block's sum is sent twice": (
         "tp_ulysses", 2, "collectives.py",
         "def forward(ctx, x, group):\n        return all_reduce(x, group)",
-        "def forward(ctx, x, group):\n        return all_reduce(x, group) + all_reduce(0 * x, group)",
+        "def forward(ctx, x, group):\n        return all_reduce(x, group) + all_reduce(0 * x, "
+        "group)",
         "bytes sent, as the formula has them",
     ),
     "a split sequence's loss is of other words": (

@@ -74,8 +74,8 @@ def check_prompt():
             config = getattr(frame.f_locals.get("self"), "active_peft_config", None)
             kind = config.peft_type.value if config and config.is_prompt_learning else None
             if kind and kind not in VIRTUAL_TOKENS:
-                raise ValueError(f"{kind}: of PEFT's prompts only those that are virtual tokens "
-                                 f"are known to be right here: {', '.join(VIRTUAL_TOKENS)}")  # fmt: skip
+                raise ValueError(f"{kind}: of PEFT's prompts only virtual tokens are right here: "
+                                 f"{', '.join(VIRTUAL_TOKENS)}")  # fmt: skip
         frame = frame.f_back
 
 

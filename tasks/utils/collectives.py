@@ -264,8 +264,8 @@ def check_mesh(tensors, group):
         if isinstance(tensor, DTensor):
             shared = ranks.intersection(tensor.device_mesh.mesh.flatten().tolist())
             if len(shared) > 1:
-                raise ValueError(f"DTensors whose mesh has several of these ranks, {sorted(shared)}"
-                                 ": their gradients are summed by DTensor or FSDP2 itself")  # fmt: skip
+                raise ValueError(f"DTensors whose mesh has several of these ranks, {shared}: their "
+                                 "gradients are summed by DTensor or FSDP2 itself")  # fmt: skip
 
 
 def groups_summed_over(grad):
