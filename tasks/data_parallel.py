@@ -42,7 +42,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from utils.batches import Batches, check_partitions, gather_batch, join, pad, read_samples
 from utils.checkpoint import fingerprint
-from utils.collectives import all_reduce, all_reduce_, group_of_axis, sum_in_place
+from utils.collectives import all_reduce, check_mesh, group_of_axis, sum_in_place
 from utils.epochs import estimate, expect_training, print_workers, train
 from utils.errors import UserError
 from utils.flags import make_parser, natural, positive, rate
@@ -109,12 +109,15 @@ def average_gradients(model, mesh):
     Between the backward and the optimizer; the same bits on all ranks. With several microbatches,
     once after the last backward or after each: the mean of what is a mean already is the same.
     A parameter that some ranks did not use counts as 0 there; one that no rank used keeps no
-    gradient.
+    gradient. DTensors may be split over another axis; of this one, `check_mesh` raises ValueError.
     """
     group = group_of_axis(mesh)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    used = parameters[0].new_tensor([parameter.grad is not None for parameter in parameters])
-    all_reduce_(used, group)
+    if not parameters:
+        return
+    check_mesh(parameters, group)
+    used = torch.tensor([parameter.grad is not None for parameter in parameters]).float()
+    used = all_reduce(used.to(parameters[0].device), group)
     for parameter, ranks in zip(parameters, used.tolist(), strict=True):
         if ranks and parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)

@@ -224,7 +224,7 @@ def split_loss(
     logits = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
     whole = DTensor.from_local(targets, logits.device_mesh, [Replicate()])
     total = F.cross_entropy(logits, whole, ignore_index=ignore_index, reduction="sum")
-    count = (targets != ignore_index).sum().clamp(min=1)
+    count = (targets != ignore_index).sum()
     # Every rank has the loss itself, and starts its backward from the whole of it.
     return everywhere(total) / (count if num_items_in_batch is None else num_items_in_batch)
 

@@ -200,6 +200,12 @@ class Pipeline:
             ends = self.rank, self.rank + 1  # NCCL wants every rank to make a group
         self.ends = subgroup(self.group, "ends", *ends)
 
+    def __deepcopy__(self, memo):
+        """Other stages, the same process groups."""
+        new = copy.copy(self)
+        new.stages, new.made = copy.deepcopy(self.stages, memo), {}
+        return new
+
     def named_parameters(self):
         return [pair for stage in self.stages for pair in stage.named_parameters()]
 
@@ -209,10 +215,16 @@ class Pipeline:
         The loss is the mean over all labels of the batch, not one of the microbatches' means. Its
         gradients are added to those that are there. Returns, on the last rank, it and the logits
         (B, S, V), else 0 and None. Raises ValueError, and IndexError for ids and labels that are no
-        words, on all ranks.
+        words, on all ranks. The schedules by hand take unequal sizes.
         """
         if not torch.is_grad_enabled():
             raise ValueError("a step goes backward: not under torch.no_grad()")
+        if not sizes or min(sizes) < 1 or sum(sizes) != len(ids):
+            raise ValueError(f"microbatches of {sizes} sequences: 1 or more, {len(ids)} in all")
+        if self.schedule in BY_TORCH and len(set(sizes)) > 1:
+            raise ValueError(f"microbatches of unequal size, {sizes}: not by {self.schedule}")
+        if mask.shape != ids.shape:
+            raise ValueError(f"a mask of {list(mask.shape)}, of ids that are {list(ids.shape)}")
         vocab_size = self.stages[0].config.vocab_size
         check_ids(ids, vocab_size)
         next_tokens(labels, ids.shape, vocab_size)

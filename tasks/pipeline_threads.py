@@ -112,6 +112,9 @@ class Worker:
     def begin(self, task):
         self.tasks.put((task, torch.is_grad_enabled()))
 
+    def __reduce__(self):
+        return Worker, ()  # a copy, of a `Pipe` as well, has a thread of its own
+
 
 def run_ticks(ticks, task, workers):
     """In each tick, task(i, j) for all of its pairs at once, by worker j.
@@ -131,12 +134,18 @@ class Pipe(nn.Module):
     split_size: rows of a microbatch. Takes a batch (B, ...) and gives the output on the last
     device. The output's backward runs once. It adds each microbatch's gradients to the parameters'
     .grad, the last microbatch first; `autograd.grad` does not give them. The threads know neither
-    the caller's autocast nor its current CUDA stream.
+    the caller's autocast nor its current CUDA stream. A deep copy has threads of its own.
+    Raises ValueError for no modules, for a split_size below 1, and for what is not rows: a batch,
+    or an output of other rows than the batch's.
     """
 
     def __init__(self, module, split_size=1):
         super().__init__()
+        if not isinstance(split_size, int) or split_size < 1:
+            raise ValueError(f"split_size {split_size}: rows of a microbatch, 1 or more")
         partitions, self.devices = split_module(module)
+        if not partitions:
+            raise ValueError("no modules: a Pipe is of one or more")
         self.partitions, self.split_size = nn.ModuleList(partitions), split_size
         of_device = {device: Worker() for device in self.devices}
         self.workers = [of_device[device] for device in self.devices]
@@ -144,6 +153,8 @@ class Pipe(nn.Module):
         self.backward_by_workers = all(device.type == "cpu" for device in self.devices)
 
     def forward(self, x):
+        if not torch.is_tensor(x) or not x.dim():
+            raise ValueError("a batch is one tensor, (B, ...)")
         rows, last = x.split(self.split_size), len(self.partitions) - 1
         ticks = list(clock_cycles(len(rows), last + 1))
         turns = [torch.zeros((), requires_grad=True) for _ in self.partitions]
@@ -158,7 +169,10 @@ class Pipe(nn.Module):
                 outputs[i, j], turns[j] = PartNode.apply(x, turns[j], part, by_workers)
 
         run_ticks(ticks, compute, self.workers)
-        y = torch.cat([outputs[i, last] for i in range(len(rows))])
+        ys = [outputs[i, last] for i in range(len(rows))]
+        if [y.shape[:1] for y in ys] != [row.shape[:1] for row in rows]:
+            raise ValueError(f"outputs of {sum(map(len, ys))} rows, from a batch of {len(x)}")
+        y = torch.cat(ys)
         return BackwardByWorkers.apply(y, self, ticks, parts) if self.backward_by_workers else y
 
 
@@ -168,6 +182,9 @@ class Part:
     def __init__(self, partition, x):
         self.x = x.detach().requires_grad_(x.requires_grad)
         self.y = partition(self.x)
+        if not torch.is_tensor(self.y) or not self.y.dim():
+            kind = type(self.y).__name__
+            raise ValueError(f"a partition's output, a {kind}, is not one tensor (B, ...)")
 
     def backward(self, dy):
         """Runs the graph, once: adds to the parameters' .grad and makes x.grad.

@@ -141,7 +141,7 @@ def split_vocabulary(model, group, enter=copy_to_ranks):
         keep_shard(head, 0, *rows)
     embedding.__class__ = VocabParallelEmbedding
     embedding.get_group = held(group)
-    embedding.rows, embedding.vocab_size = rows, vocab_size
+    embedding.rows, embedding.num_embeddings = rows, vocab_size  # it looks up all of them
     head.register_forward_pre_hook(bound(f, enter=enter, group=group), with_kwargs=True)
     model.sum_of_losses = bound(sum_of_losses, rows=rows, group=group)
     model.loss_function = bound(vocab_parallel_loss, rows=rows, group=group)
@@ -157,7 +157,7 @@ class VocabParallelEmbedding(nn.Embedding):
         return sum_over_ranks(self.part(ids), self.get_group())
 
     def part(self, ids):
-        return local_rows(ids, self.weight, self.rows[0], self.vocab_size, self.padding_idx)
+        return local_rows(ids, self.weight, self.rows[0], self.num_embeddings, self.padding_idx)
 
 
 def local_rows(ids, weight, first, vocab_size, padding):
@@ -229,14 +229,13 @@ def vocab_parallel_loss(
 
     Takes the place of Hugging Face's loss: labels are the input tokens and are shifted here,
     `ignore_index` marks tokens without loss, and the mean is over the rest or, as its Trainer
-    wants it, over `num_items_in_batch`. Without any valid label the loss is 0. Raises ValueError
-    and IndexError as `next_tokens` does.
+    wants it, over `num_items_in_batch`. Raises ValueError and IndexError as `next_tokens` does.
     """
     size = logits.shape[:2]
     targets = next_tokens(labels, size, vocab_size, ignore_index, shift_labels)
     count = num_items_in_batch
     if count is None:
-        count = (targets != ignore_index).sum().clamp(min=1)
+        count = (targets != ignore_index).sum()
     return sum_of_losses(logits, targets, rows, group, ignore_index) / count
 
 

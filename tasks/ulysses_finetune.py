@@ -57,7 +57,6 @@ from memory.finetune import (
 from memory.long_sequence import sequence_loss
 from ring_attention import ring_parallelize
 from ulysses_forward import documents_of, sequence_parallelize, sum_of_losses
-from utils.adapters import check_by_token
 from utils.checkpoint import Checkpoints
 from utils.collectives import all_gather, new_gradients, sum_gradients
 from utils.documents import one_by_one
@@ -127,7 +126,6 @@ def shard_loss(model, ids, mesh, techniques=None):
     targets, count = targets[:, mine], (targets != -100).sum()
     if techniques:  # which check the adapters
         return sequence_loss(base, embeddings, targets, length, mesh, techniques, places) / count
-    check_by_token(base.lm_head)  # `base.model` checks its own
     documents = documents_of(places)
     seen = documents[:, None, None] if documents.any() else base.seen(length, device=ids.device)
     inputs = dict(attention_mask=seen, position_ids=places[:, mine])

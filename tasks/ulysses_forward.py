@@ -33,7 +33,6 @@ from torch.autograd.function import once_differentiable
 from transformers import LlamaForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from utils.adapters import check_by_token
 from utils.collectives import gather_shares, group_of_axis, sum_over_ranks
 from utils.flags import Workload, add_model_flags, make_parser
 from utils.job import start
@@ -196,7 +195,6 @@ class SequenceParallelLlama(LlamaForCausalLM):
         Raises ValueError for what depends on more than a rank's tokens: some arguments, and some of
         PEFT's adapters (`check_by_token`).
         """
-        check_by_token(self.lm_head)  # PEFT may call this without any hooks
         refuse(kwargs, "logits_to_keep", "num_logits_to_keep", "output_attentions", "shift_labels")
         if kwargs.pop("ignore_index", None) not in (None, -100):
             raise ValueError("ignore_index: only -100 under sequence parallelism")
@@ -237,7 +235,7 @@ class SequenceParallelLlama(LlamaForCausalLM):
             # The labels were shifted before they are split: the next may be another rank's.
             loss = self.sum_of_losses(output.logits, mine(targets, -100))
             if num_items_in_batch is None:
-                num_items_in_batch = (targets != -100).sum().clamp(min=1)
+                num_items_in_batch = (targets != -100).sum()
             loss = sum_over_ranks(loss, self.get_group()) / num_items_in_batch
             output = type(output)(loss=loss, **output)  # the loss first, as in the whole model's
         return output.to_tuple() if return_dict is False else output

@@ -106,6 +106,9 @@ RIGHT = {
     "DEFT": lambda: peft.DeftConfig(**LINEAR),
     "LLaMA-Adapter": lambda: peft.AdaptionPromptConfig(adapter_len=3, adapter_layers=2, **CAUSAL),
     "prompt tuning": lambda: peft.PromptTuningConfig(**VIRTUAL),
+    "a prompt of sampled tokens": lambda: peft.PromptTuningConfig(
+        prompt_tuning_init="SAMPLE_VOCAB", **VIRTUAL
+    ),
     "P-tuning": lambda: peft.PromptEncoderConfig(encoder_hidden_size=16, **VIRTUAL),
 }  # fmt: skip
 # Name: the setting, and what the message says: of the model's forward, and of `shard_loss`.
@@ -125,7 +128,13 @@ REFUSED = {
         lambda: lora(monteclora_config=of_lora.MontecloraConfig()), "MontecloraLinearVariant"
     ),
     "Shadow": (lambda: peft.ShadowConfig(**CAUSAL), "shadow"),
-    "prefix tuning": (lambda: peft.PrefixTuningConfig(**VIRTUAL), "no KV cache", "PREFIX_TUNING"),
+    "prefix tuning": (lambda: peft.PrefixTuningConfig(**VIRTUAL), "PREFIX_TUNING: of PEFT's"),
+    "CPT": (
+        lambda: peft.CPTConfig(
+            cpt_token_ids=[5, 6, 7], cpt_mask=[1, 1, 1], cpt_tokens_type_mask=[1, 2, 3], **CAUSAL
+        ),
+        "CPT: of PEFT's prompts",
+    ),
 }  # fmt: skip
 # Those of whose forward this is not asked: PEFT raises an error of its own before, or behind, ours.
 REFUSED_LOSS = {
@@ -133,15 +142,10 @@ REFUSED_LOSS = {
     "multitask prompt tuning": (
         lambda: peft.MultitaskPromptTuningConfig(num_tasks=2, **VIRTUAL), "MULTITASK_PROMPT_TUNING"
     ),
-    "CPT": (
-        lambda: peft.CPTConfig(
-            cpt_token_ids=[5, 6, 7], cpt_mask=[1, 1, 1], cpt_tokens_type_mask=[1, 2, 3], **CAUSAL
-        ),
-        "CPT",
-    ),
 }  # fmt: skip
 FLOAT32 = "FourierFT", "C3A", "DEFT"  # compute in it, whatever the dtype
 RING = "LoRA", "KaSA", "layers replicated", "prompt tuning"  # compared by a ring, too
+PROMPTS = "prompt tuning", "a prompt of sampled tokens", "P-tuning"
 UNLIKE = "aLoRA", "AdaLoRA", "VeLoRA", "Lily"  # if they were not refused
 SIZES = dict(
     hidden_size=48, num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=2, head_dim=8,
@@ -294,14 +298,30 @@ def main():
 
     # On slices of weights no adapter of a layer is right.
     both = init_device_mesh("cpu", (1, mesh.size()), mesh_dim_names=("sp", "tp"))
+    adalora = peft.AdaLoraConfig(
+        total_step=10, tinit=1, tfinal=1, target_modules=["lm_head"], **CAUSAL
+    )
     for slices in (
         partial(tensor_parallelize, mesh=mesh), partial(dtensor_parallelize, mesh=mesh),
         partial(combine, mesh=both),
     ):  # fmt: skip
         model = peft.get_peft_model(llama(), lora(target_modules=["lm_head"]))
         refused(slices, base(model), message="lora: PEFT's adapters do not know of slices")
-        model = peft.get_peft_model(slices(llama()), lora())
-        refused(by_forward, model, ids, mesh, message="lora: PEFT's adapters do not know of slices")
+        model = slices(llama())
+        for config in lora(), lora(target_modules=["lm_head"]), adalora:
+            adapted_copy = peft.get_peft_model(copy.deepcopy(model), config)
+            refused(by_forward, adapted_copy, ids, mesh, message="do not know of slices of weights")
+        for name in "CPT", "prefix tuning":
+            config, message = REFUSED[name]
+            prompt = peft.get_peft_model(copy.deepcopy(model), config())
+            refused(by_forward, prompt, ids, mesh, message=message)
+        # Prompts are: all ranks have the gradient, which no sum is needed for (over one rank).
+        for name in PROMPTS:
+            reference = reference_of(whole, RIGHT[name](), ids)
+            result = off(adapted(copy.deepcopy(model), RIGHT[name]()), reference, by_forward, ids,
+                         both["sp"])  # fmt: skip
+            say(f"right: {name} of slices {result:.0e}")
+            assert result < 1e-10, (name, result)
     say("refused: slices")
 
     # The negative control: what is refused, if it were not.

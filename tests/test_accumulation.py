@@ -22,6 +22,7 @@ from transformers import LlamaForCausalLM
 import data_parallel, pretrain_2d, ulysses_finetune
 from dtensor_llama import dtensor_parallelize
 from memory.long_sequence import Techniques
+from pipeline_llama import Pipeline, keep_stage
 from ring_attention import ring_parallelize
 from tp_llama import tensor_parallelize
 from ulysses_forward import sequence_parallelize
@@ -65,18 +66,32 @@ def models(ids, mesh):
             sum_gradients(model.parameters(), mesh)
         compare(split.__name__, model, whole)
 
+def calls(ids, mesh):
+    # Labels by position, and tuples: what comes back is as from the unmodified model.
+    whole, mask, nothing = ordinary(), torch.ones_like(ids), (None, None, None)
+    for split in tensor_parallelize, dtensor_parallelize, sequence_parallelize:
+        model = ordinary()
+        split(model, mesh)
+        for labels in ids, None:
+            for given in {{"return_dict": False}}, {{}}:
+                args = ids, mask, *nothing, labels, False
+                one, other = whole(*args, **given), model(*args, **given)
+                assert type(one) is type(other) and len(one) == len(other), (split, given)
+                torch.testing.assert_close(other[0], one[0], rtol=1e-5, atol=1e-5)
+
+def refused(function, message):
+    try:
+        function()
+    except ValueError as error:
+        assert message in str(error), error
+    else:
+        raise AssertionError(message)
+
 def wrong_use(ids, mesh):
     # What would add a sum up again is an error, and what would not is none.
     model = sequence_parallelize(ordinary(), mesh)
     def backward():
         model(input_ids=ids, labels=ids).loss.backward()
-    def refused(function, message):
-        try:
-            function()
-        except ValueError as error:
-            assert message in str(error), error
-        else:
-            raise AssertionError(message)
     def add_up():
         sum_gradients(model.parameters(), mesh)
     grads = []
@@ -132,6 +147,102 @@ def replicas(ids, mesh):
             data_parallel.average_gradients(model, mesh)
         compare(f"data parallel, {{strategy}}", model, whole)
 
+def dtensors(ids):
+    # Weights that FSDP2 or a plan has split over one axis; replicas, or tokens, over the other.
+    whole, mesh = ordinary(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("one", "other"))
+    one, other = mesh["one"], mesh["other"]
+    one_batch(whole, ids)
+
+    def backward(model, mesh):
+        for part in ids.chunk(K):
+            own = split_by_rank(part, mesh)
+            model(input_ids=own, labels=own).loss.backward()
+
+    for to_none in True, False:  # the second backward is not mistaken for one after a sum
+        if to_none:
+            model = sequence_parallelize(ordinary(), other)
+            data_parallel.shard_fully(model, one)
+        backward(model, one)
+        sum_gradients(model.parameters(), other)
+        compare("tokens and FSDP2", model, whole)
+        refused(lambda: sum_gradients(model.parameters(), other), "sums over these ranks already")
+        model.zero_grad(set_to_none=to_none)
+    refused(lambda: sum_gradients(trained(model).values(), one), "summed by DTensor or FSDP2")
+    model = dtensor_parallelize(ordinary(), other)
+    backward(model, one)
+    refused(lambda: data_parallel.average_gradients(model, other), "whose mesh has several")
+    data_parallel.average_gradients(model, one)
+    compare("replicas of a plan", model, whole)
+    model.requires_grad_(False)
+    data_parallel.average_gradients(model, one)  # nothing to do
+
+def no_labels(ids, mesh):
+    # A mean of no losses is NaN, with gradients of 0: of the unmodified model, and of all others.
+    P, rank, group = mesh.size(), mesh.get_local_rank(), mesh.get_group()
+    own = split_by_rank(ids, mesh)
+    labels, own_labels = (torch.full_like(x, -100) for x in (ids, own))
+    filler = torch.stack([labels, torch.arange(ids.shape[1]).expand_as(ids)], 1)
+
+    def of_model(split, ids, labels):
+        model = ordinary()
+        split(model)
+        loss = model(input_ids=ids, labels=labels).loss
+        loss.backward()
+        return model, loss
+
+    def of_loss_parallel():
+        with loss_parallel():
+            return of_model(partial(dtensor_parallelize, mesh=mesh), ids, labels)
+
+    def of_task_5(techniques):
+        model = sequence_parallelize(ordinary(), mesh)
+        return model, ulysses_finetune.forward_backward(model, filler, mesh, techniques)
+
+    def of_replicas(split):
+        model = ordinary()
+        split(model)
+        batch = own, torch.ones_like(own), own_labels
+        return model, data_parallel.forward_backward(model, batch, group)[0]
+
+    def of_pretraining():
+        mesh = init_device_mesh("cpu", (P, 1), mesh_dim_names=("dp", "tp"))
+        model = pretrain_2d.parallelize_2d(ordinary(), mesh)
+        with loss_parallel():
+            return model, pretrain_2d.forward_backward(model, (own, own_labels), mesh)
+
+    def of_pipeline(schedule):
+        stage, layers = ordinary(), ordinary().config.num_hidden_layers
+        keep_stage(stage, [1, layers] if P == 2 else [layers], rank)
+        pipe, half = Pipeline(mesh, schedule, [stage], P), len(ids) // 2
+        loss, _ = pipe.step(ids, torch.ones_like(ids), labels, [half, half])
+        return stage, loss if rank == P - 1 else torch.tensor(torch.nan)  # no loss there
+
+    losses = {{
+        "unmodified": partial(of_model, lambda model: None, ids, labels),
+        "one token": partial(of_model, lambda model: None, ids[:, :1], ids[:, :1]),
+        "loss_parallel": of_loss_parallel,
+        "pretraining": of_pretraining,
+        "tiled": partial(of_task_5, Techniques("checkpoint", tile_tokens=7)),
+        "saved outputs": partial(of_task_5, Techniques("saved-outputs", tile_tokens=7)),
+        "shard_loss": partial(of_task_5, None),
+        "data parallel": partial(of_replicas, lambda model: None),
+        "FSDP2": partial(of_replicas, partial(data_parallel.shard_fully, mesh=mesh)),
+        "GPipe": partial(of_pipeline, "gpipe"),
+        "PyTorch's 1F1B": partial(of_pipeline, "torch-1f1b"),
+    }}
+    for split in (
+        tensor_parallelize, partial(tensor_parallelize, vocab_parallel=False), dtensor_parallelize,
+        sequence_parallelize, ring_parallelize,
+    ):
+        losses[f"{{split}}"] = partial(of_model, partial(split, mesh=mesh), ids, labels)
+        losses[f"{{split}}, one token"] = partial(
+            of_model, partial(split, mesh=mesh), ids[:, :1], ids[:, :1])
+    for name, step in losses.items():
+        model, loss = step()
+        assert loss.isnan(), f"no labels: {{name}}: {{loss}}"
+        for parameter_name, parameter in model.named_parameters():
+            assert not local_part(parameter.grad).any(), f"no labels: {{name}}: {{parameter_name}}"
+
 def pretraining(ids, shapes):
     whole = ordinary()
     one_batch(whole, ids)
@@ -153,6 +264,8 @@ if __name__ == "__main__":
     shapes = [((P, 1), True), ((P, 1), False), ((1, P), False)]
     shapes = [((2, 2), True), ((2, 2), False)] if P == 4 else shapes
     parts = dict(models=partial(models, ids, mesh), wrong_use=partial(wrong_use, ids, mesh),
+                 no_labels=partial(no_labels, ids, mesh), calls=partial(calls, ids, mesh),
+                 dtensors=partial(dtensors, ids),
                  task_5=partial(task_5, ids, mesh), replicas=partial(replicas, ids, mesh),
                  pretraining=partial(pretraining, ids, shapes))
     for name in only:
@@ -171,11 +284,14 @@ def accumulate(folder, model, nproc, *parts, tasks=launch.TASKS):
 
 @pytest.mark.parametrize(
     ("nproc", "parts"),
-    [(2, ["models", "wrong_use"]), (2, ["task_5"]), (2, ["replicas", "pretraining"]),
-     (3, ["replicas"]), (4, ["pretraining"])],
+    [(2, ["models", "wrong_use", "no_labels", "calls"]), (2, ["task_5"]),
+     (2, ["replicas", "pretraining"]), (3, ["replicas"]), (4, ["pretraining", "dtensors"])],
 )  # fmt: skip
 def test_microbatches(nproc, parts, odd_llama, tmp_path):
-    """Three microbatches of every technique's own step, against one batch on one rank."""
+    """Three microbatches of every technique's own step, against one batch on one rank.
+
+    And a batch without any valid label, of which every loss says what the unmodified model's does.
+    """
     result = accumulate(tmp_path, odd_llama, nproc, *parts)
     assert result.code == 0 and result.out.count("accumulated") == nproc, result.tail()
 
@@ -198,6 +314,18 @@ BUGS = {
     ),
     "a sum is not remembered": (
         "wrong_use", "collectives.py", "groups | {group}", "groups", "sums over these ranks",
+    ),
+    "no label is one label": (
+        "no_labels", "ulysses_forward.py", "(targets != -100).sum()",
+        "(targets != -100).sum().clamp(min=1)", "no labels: ",
+    ),
+    "gradients of no label are NaN": (
+        "no_labels", "long_sequence.py", "total.masked_fill((targets == -100).all(), 0)", "total",
+        "no labels: tiled",
+    ),
+    "a loss is taken for logits": (
+        "calls", "shards.py", "output if first.dim() == 0 else (whole(first), *others)",
+        "(whole(first), *others)", "",
     ),
     "a backward may add to a sum": (
         "wrong_use", "collectives.py", "if sum_is_there:", "if False:", "has added to gradients",

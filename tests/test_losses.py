@@ -149,6 +149,18 @@ def test_other_dtypes(dtype):
         assert all(a <= b for a, b in zip(off(found, exact), bounds, strict=True)), (loss, found)
 
 
+def test_no_tokens():
+    """A batch or a rank's share may be empty: no losses, as PyTorch has it, whose sum is 0."""
+    logits, targets = make(VOCABULARIES[0], 0, 1)
+    logits, targets = logits[:0], targets[:0]
+    losses, gradient = of_pytorch(logits, targets)
+    for loss in EACH:
+        if loss.args != (next_tokens,):  # which needs one more
+            found = loss(logits, targets)
+            assert found[0].shape == losses.shape and found[1].shape == gradient.shape, loss
+    assert alone(sum_of_losses, logits, targets)[0] == 0
+
+
 def test_words_that_are_ruled_out():
     """Logits of minus infinity, of some words, of all of a rank's, or of all there are."""
     logits, targets = make(VOCABULARIES[0], 0, 1)

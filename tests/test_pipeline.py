@@ -1,5 +1,6 @@
 """The pipelines' parts: schedules, stages, threads; and what cannot be run."""
 
+import copy
 import os
 import queue
 import sys
@@ -119,6 +120,44 @@ def test_pipe(batch, split_size, by_workers):
     """Output and gradients of the sequential module, also where rows are left over."""
     whole, x = stack(), torch.randn(batch, 8, dtype=torch.float64)
     assert_same(step(whole, x), step(pipe_of(whole, split_size, by_workers), x))
+
+
+@pytest.mark.parametrize("by_workers", [True, False])
+@pytest.mark.parametrize(("batch", "split_size"), [(0, 2), (1, 4), (3, 1)])
+def test_edges_of_a_pipe(batch, split_size, by_workers):
+    """No rows, fewer than a microbatch's, one in each; one partition."""
+    x = torch.randn(batch, 8, dtype=torch.float64)
+    for whole in stack(), stack()[:1]:
+        assert_same(step(whole, x), step(pipe_of(whole, split_size, by_workers), x))
+
+
+@pytest.mark.parametrize(
+    ("module", "split_size", "x", "message"),
+    [
+        (stack, 0, torch.ones(2, 8), "split_size 0: rows of a microbatch, 1 or more"),
+        (stack, 1.5, torch.ones(2, 8), "split_size 1.5: rows"),
+        (nn.Sequential, 1, torch.ones(2, 8), "no modules"),
+        (stack, 1, torch.tensor(1.0), "a batch is one tensor"),
+        (stack, 1, (torch.ones(2, 8),), "a batch is one tensor"),
+        (lambda: nn.Sequential(nn.LSTM(4, 4)), 1, torch.ones(2, 3, 4), "a tuple, is not one"),
+        (lambda: nn.Sequential(nn.Flatten(0)), 1, torch.ones(2, 4), "outputs of 8 rows, from a ba"),
+    ],
+)
+def test_pipe_refuses(module, split_size, x, message):
+    with pytest.raises(ValueError, match=message):
+        Pipe(module(), split_size)(x)
+
+
+@pytest.mark.parametrize("by_workers", [True, False])
+def test_deep_copy_of_a_pipe(by_workers):
+    """It computes the same by threads of its own, and training it trains nothing else."""
+    x, pipe = torch.randn(9, 8, dtype=torch.float64), pipe_of(stack(), 2, by_workers)
+    before, other = step(pipe, x), copy.deepcopy(pipe)
+    assert_same(before, step(other, x))
+    assert not {*pipe.workers} & {*other.workers} and len({*other.workers}) == 3
+    torch.optim.SGD(other.parameters(), 0.1).step()
+    assert_same(before, step(pipe, x))
+    assert not torch.equal(before[0], other(x))
 
 
 @pytest.mark.parametrize("by_workers", [True, False])
@@ -336,7 +375,7 @@ def test_a_model_that_does_not_fit(nproc, tmp_path):
 
 
 STEPS = """
-import sys
+import copy, sys
 sys.path.insert(0, {tasks!r})
 from functools import partial
 import torch, torch.distributed as dist
@@ -375,23 +414,44 @@ if __name__ == "__main__":
     ids, mask = batches[0], torch.ones_like(batches[0])
     pipe = Pipeline(mesh, "gpipe", [stage], 2)
     pipe.step(ids, mask, ids, [2, 2])
-    for error, step, given in (  # on both ranks, of which only one looks at ids, or at labels
-        (ValueError, torch.no_grad()(pipe.step), (ids, mask, ids)),
-        (IndexError, pipe.step, (ids + 1500, mask, ids)),
-        (IndexError, pipe.step, (ids, mask, ids + 1500)),
+    by_torch = Pipeline(mesh, "torch-gpipe", [stage], 2)
+    for error, step, *given in (  # on both ranks, of which only one looks at ids, or at labels
+        (ValueError, torch.no_grad()(pipe.step), ids, mask, ids, [2, 2]),
+        (IndexError, pipe.step, ids + 1500, mask, ids, [2, 2]),
+        (IndexError, pipe.step, ids, mask, ids + 1500, [2, 2]),
+        (ValueError, pipe.step, ids, mask[:2], ids, [2, 2]),
+        (ValueError, pipe.step, ids[:0], mask[:0], ids[:0], [0]),
+        *((ValueError, pipe.step, ids, mask, ids, wrong) for wrong in ([], [4, 0], [1, 2])),
+        (ValueError, by_torch.step, ids, mask, ids, [3, 1]),
     ):
         try:
-            step(*given, [2, 2])
+            step(*given)
         except error:
             continue
         raise AssertionError(error)
+    stage.requires_grad_(True)
+    for one in pipe, by_torch:  # a deep copy's stage is its own
+        one.step(ids, mask, ids, [2, 2])
+        other = copy.deepcopy(one)
+        results = []
+        for each in one, other:
+            each.stages[0].zero_grad()
+            loss, _ = each.step(ids, mask, ids, [2, 2])
+            results.append([loss, *(p.grad for p in each.stages[0].parameters())])
+        for mine, copied in zip(*results, strict=True):
+            torch.testing.assert_close(mine, copied, rtol=0, atol=0)
+        parameters = [{{*each.stages[0].parameters()}} for each in (one, other)]
+        assert not set.intersection(*parameters) and other.group is one.group
     dist.barrier()
     print("stepped")
 """
 
 
 def test_steps_that_add_up_and_frozen_stages(tmp_path):
-    """A tied embedding's copies; a first stage without a gradient, whose successor sends one."""
+    """A tied embedding's copies; a first stage without a gradient, whose successor sends one.
+
+    What a step refuses, and a deep copy of a pipeline.
+    """
     (tmp_path / "steps.py").write_text(STEPS.format(tasks=str(launch.TASKS)))
     result = launch.ranks(tmp_path / "steps.py", nproc=2, folder=tmp_path)
     assert result.code == 0 and result.out.count("stepped") == 2, result.tail()

@@ -1081,6 +1081,13 @@ BUGS = {
         "tp_ulysses --model random/small --num-layers 1", 4, "tp_ulysses.py",
         'mesh["sp"], parallelize', 'mesh["tp"], parallelize', "grad",
     ),
+    "a block's sum is sent twice": (
+        "tp_ulysses", 2, "collectives.py",
+        "def forward(ctx, x, group):\n        return all_reduce(x, group)",
+        "def forward(ctx, x, group):\n        return all_reduce(x, group) + all_reduce(0 * x, "
+        "group)",
+        "bytes sent, as the formula has them",
+    ),
     "a split sequence's loss is of other words": (
         "tp_ulysses", 2, "tp_llama.py", "bound(sum_of_losses, rows=rows,",
         "bound(sum_of_losses, rows=(rows[0] + 1, rows[1] + 1),", "loss",

@@ -98,10 +98,13 @@ def sequence_loss(model, embeddings, targets, length, mesh, techniques, places=N
         tile = techniques.tile(head.weight.shape[0], size if size > 2 else size + 4)
         return TiledLoss.apply(hidden, targets, norm, tile, norm.weight, head.weight)
 
-    if techniques.backward != "saved-outputs":
-        return loss_of(stack.run(embeddings()))
-    last = [p for p in (*norm.parameters(), *head.parameters()) if p.requires_grad]
-    return SavedOutputs.apply(embeddings(), stack, loss_of, *stack.parameters, *last)
+    if techniques.backward == "saved-outputs":
+        last = [p for p in (*norm.parameters(), *head.parameters()) if p.requires_grad]
+        total = SavedOutputs.apply(embeddings(), stack, loss_of, *stack.parameters, *last)
+    else:
+        total = loss_of(stack.run(embeddings()))
+    # Without any label its gradients are 0, also in a mean, which divides by 0: see `losses.py`.
+    return total.masked_fill((targets == -100).all(), 0)
 
 
 def possible(model, techniques):

@@ -2,10 +2,13 @@
 
 Under sequence parallelism an adapter sees a rank's own tokens. It is right if what it does to a
 token depends on no other token, not on chance, and if it adds nothing to the loss. Those below are
-known to be so: tests compare them with plain PEFT. All others are refused.
+known to be so: tests compare them with plain PEFT. All others are refused. So are prompts that do
+more than stand before the embeddings: those that bring keys and values, or a loss of their own.
 """
 
+import inspect
 import sys
+import weakref
 
 # By the package of PEFT's layers, or else by the class; variants of LoRA by their class.
 BY_TOKEN = {
@@ -17,6 +20,8 @@ BY_TOKEN = {
     "BdLoraLinearVariant", "DoraEmbeddingVariant", "DoraLinearVariant", "KasaLinearVariant",
     "MiCAEmbeddingVariant", "MiCALinearVariant",
 }  # fmt: skip
+
+VIRTUAL_TOKENS = "PROMPT_TUNING", "P_TUNING", "MULTITASK_PROMPT_TUNING"
 
 
 def adapters_of(model):
@@ -33,21 +38,58 @@ def adapters_of(model):
     return kinds
 
 
+class Guard:
+    """A pre-hook, of a model or of a part, that calls check(model).
+
+    It holds the model weakly, or this would not be freed at once. A deep copy of the model has its
+    own.
+    """
+
+    def __init__(self, model, check):
+        self.model, self.check = weakref.ref(model), check
+
+    def __call__(self, part, _):
+        self.check(self.model() or part)
+
+    def __deepcopy__(self, memo):
+        model = self.model()
+        return Guard(memo.get(id(model), model), self.check) if model else self
+
+
 def guard(model, check):
-    """Call `check` before each forward of a LlamaForCausalLM, whenever its adapters were added."""
-    for part in model, model.model:  # that alone, where PEFT or a user calls no other
-        part.register_forward_pre_hook(check)
+    """Call check(model) in each forward of a LlamaForCausalLM, whenever its adapters were added."""
+    for part in model, model.model:  # PEFT, or a user, may call only one of them with its hooks
+        part.register_forward_pre_hook(Guard(model, check))
 
 
-def check_by_token(model, *_):
-    """ValueError for adapters that are not known to treat each token alone. A hook, too."""
+def check_prompt():
+    """ValueError for a prompt of PEFT's that is more than virtual tokens.
+
+    It is no part of the model that it stands before. Only the frame of PEFT's forward, which has
+    called the model's, tells of it.
+    """
+    frame = inspect.currentframe() if "peft" in sys.modules else None
+    while frame:
+        if frame.f_globals.get("__name__") == "peft.peft_model":
+            config = getattr(frame.f_locals.get("self"), "active_peft_config", None)
+            kind = config.peft_type.value if config and config.is_prompt_learning else None
+            if kind and kind not in VIRTUAL_TOKENS:
+                raise ValueError(f"{kind}: of PEFT's prompts only virtual tokens are right here: "
+                                 f"{', '.join(VIRTUAL_TOKENS)}")  # fmt: skip
+        frame = frame.f_back
+
+
+def check_by_token(model):
+    """ValueError for adapters that are not known to treat each token alone."""
     if unknown := adapters_of(model) - BY_TOKEN:
         raise ValueError(f"{', '.join(sorted(unknown))}: adapters that are not known to treat each "
                          "token alone, as a split sequence needs it")  # fmt: skip
+    check_prompt()
 
 
-def refuse_adapters(model, *_):
-    """ValueError for adapters of layers: none is right on slices of weights. A hook, too."""
+def refuse_adapters(model):
+    """ValueError for adapters of layers: none is right on slices of weights."""
     if kinds := adapters_of(model):
         raise ValueError(f"{', '.join(sorted(kinds))}: PEFT's adapters do not know of slices of "
                          "weights; use them with sequence parallelism alone")  # fmt: skip
+    check_prompt()

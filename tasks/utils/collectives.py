@@ -13,8 +13,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
 
-from utils.shards import shard_range
+from utils.shards import local_part, shard_range
 from utils.shared_group import NAME
 
 try:
@@ -231,7 +232,7 @@ def sum_gradients(tensors, mesh, bucket_bytes=2**25):
 
     mesh: of the axis whose ranks had different tokens. All of them must have gradients for the same
     tensors. In place. Small ones travel together, up to `bucket_bytes`: few messages, and little
-    copied.
+    copied. DTensors may be split over another axis; of this one, `check_mesh` raises ValueError.
 
     Call it once, after the last backward before the optimizer: with k microbatches, after the k-th.
     A later call would add up the earlier sum again, once for each rank. So from now on a ValueError
@@ -242,6 +243,7 @@ def sum_gradients(tensors, mesh, bucket_bytes=2**25):
     if group.size() == 1:
         return
     tensors = [tensor for tensor in tensors if tensor.grad is not None]
+    check_mesh(tensors, group)
     earlier = [groups_summed_over(tensor.grad) for tensor in tensors]
     if any(group in groups for groups in earlier):
         raise ValueError("these gradients are sums over these ranks already")
@@ -250,6 +252,20 @@ def sum_gradients(tensors, mesh, bucket_bytes=2**25):
         tensor.grad.summed = tensor.grad._version, groups | {group}
         if tensor.is_leaf and tensor.requires_grad:
             refuse_additions(tensor)
+
+
+def check_mesh(tensors, group):
+    """ValueError for DTensors of which the ranks of `group` have different parts.
+
+    On another axis than their mesh's, a sum of DTensors is the sum of the ranks' local parts.
+    """
+    ranks = set(dist.get_process_group_ranks(group))
+    for tensor in tensors:
+        if isinstance(tensor, DTensor):
+            shared = ranks.intersection(tensor.device_mesh.mesh.flatten().tolist())
+            if len(shared) > 1:
+                raise ValueError(f"DTensors whose mesh has several of these ranks, {shared}: their "
+                                 "gradients are summed by DTensor or FSDP2 itself")  # fmt: skip
 
 
 def groups_summed_over(grad):
@@ -267,7 +283,7 @@ def refuse_additions(tensor):
     def before(_):  # also where autograd.grad takes the new gradient, and adds it to nothing
         nonlocal sum_is_there
         grad = owner().grad
-        sum_is_there = grad is not None and grad is summed() and grad.any()
+        sum_is_there = grad is not None and grad is summed() and local_part(grad).any()
 
     def after_adding(_):
         for hook in hooks:
@@ -303,7 +319,7 @@ def new_gradients(tensors):
 def sum_in_place(grads, group, bucket_bytes=2**25):
     """Each tensor becomes its sum over the ranks of `group`; see `sum_gradients`."""
     buckets = []
-    for grad in grads:
+    for grad in map(local_part, grads):
         last = buckets[-1] if buckets else []
         room = sum(g.nbytes for g in last) + grad.nbytes <= bucket_bytes
         if last and room and grad.dtype == last[0].dtype:

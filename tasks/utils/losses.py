@@ -3,6 +3,9 @@
 It is `F.cross_entropy`, which loses digits here: its sums over a large vocabulary do on a CPU. And
 of the vocabulary's size it keeps nothing but the logits. (Peaks: the logits, and one more tensor
 like them, in float32 at least.) `tp_llama.py` has the same of logits that are split.
+
+Without any valid label (all are -100, or there is no token) a mean loss is NaN, 0 / 0, and all its
+gradients are 0: so it is in `F.cross_entropy` and in transformers, and so it is in every loss here.
 """
 
 import torch

@@ -302,11 +302,12 @@ def measure_memory(run, parallelize, ids, reduce=None):
                     "parallel_peak_memory_bytes": peaks}  # fmt: skip
 
 
-def measure_bytes(run, forward, layers, formula):
-    """Print what a layer sends in a forward and its backward, on average, beside a formula's bytes.
+def measure_bytes(run, forward, layers, formula, exact=True):
+    """Check that a layer sends, in a forward and its backward, as many bytes as a formula says.
 
     forward(): runs that of all layers; what it returns is gone back from. formula: a number for
-    each of the two, or one for both.
+    each of the two, or one for both; of a rank, on average. exact: whether it holds of this
+    backend; else the numbers are printed alone.
     """
     result, pair = [], isinstance(formula, tuple)
     both = [bytes_sent(run, lambda: result.append(forward())),
@@ -319,3 +320,7 @@ def measure_bytes(run, forward, layers, formula):
     run.print0(f"bytes sent per rank and layer, forward and backward: {said}; formula {wanted}"
                f"{'' if pair else ' each'}")  # fmt: skip
     run.results |= {"sent_bytes": sent, "formula_bytes": formula, "wire_bytes": wires}
+    if exact:  # of all ranks and layers together: whole numbers
+        both = torch.tensor([sent, formula if pair else [formula] * 2], dtype=torch.float64)
+        totals = (both * layers * run.world_size).round()
+        run.check("bytes sent, as the formula has them", [tuple(totals)], tolerance=0.0)

@@ -57,7 +57,7 @@ def materialize(module, read, dtype, device):
         assert values.shape == meta.shape, (name, values.shape, meta.shape)
         real = nn.Parameter(values, requires_grad=meta.requires_grad)
         if hasattr(meta, "shard"):
-            mark_shard(real, meta.shard)
+            mark_shard(real, meta.shard, meta.ds_shape)
         owner, _, attribute = name.rpartition(".")
         setattr(module.get_submodule(owner), attribute, real)
     if dtype == torch.float64:

@@ -16,13 +16,13 @@ from utils.model_checks import error_of_mean, mean_loss, show_model, token_losse
 PACKS = int(transformers.__version__.split(".")[0]) >= 5  # by itself, where positions restart
 
 
-def show_sequence(run, workload, mesh, parallelize, formula, held=None, whole=("",)):
+def show_sequence(run, workload, mesh, parallelize, formula, held=None, whole=("",), exact=True):
     """`show_model`, of a model whose tokens are split over a mesh's ranks, and further checks.
 
     That is text by `.generate`, hidden states of each rank's tokens, packed documents, and bytes.
-    formula(model, B, S): those of a layer, as `measure_bytes` takes it. held(model, S): the tokens
-    whose hidden states a rank has, if not of `model.tokens(S)`. whole: see `show_model`; with "",
-    which is in every name, no weight is split.
+    formula(model, B, S), exact: as `measure_bytes` takes them. held(model, S): the tokens whose
+    hidden states a rank has, if not of `model.tokens(S)`. whole: see `show_model`; with "", which
+    is in every name, no weight is split.
     """
     run.mark, reduce = "S", partial(sum_gradients, mesh=mesh)
 
@@ -41,7 +41,7 @@ def show_sequence(run, workload, mesh, parallelize, formula, held=None, whole=("
         positions = torch.arange(S, device=ids.device)[None, tokens]
         inputs = ids[:, tokens], parallel.seen(S, device=ids.device), positions
         layers, expected = run.source.config.num_hidden_layers, formula(parallel, B, S)
-        measure_bytes(run, lambda: parallel.model(*inputs)[0], layers, expected)
+        measure_bytes(run, lambda: parallel.model(*inputs)[0], layers, expected, exact)
 
     show_model(run, workload, parallelize, whole=whole, also=also, reduce=reduce)
 

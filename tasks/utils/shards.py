@@ -99,24 +99,26 @@ def keep_shard(layer, dim, start, stop):
             first = region[dim].start  # not 0 where `full` is a slice itself
             region[dim] = slice(first + start, first + stop)
             shard = nn.Parameter(piece, requires_grad=full.requires_grad)
-            setattr(layer, name, mark_shard(shard, tuple(region)))
+            whole = getattr(full, "ds_shape", full.shape)
+            setattr(layer, name, mark_shard(shard, tuple(region), whole))
     if isinstance(layer, nn.Linear):
         layer.out_features, layer.in_features = layer.weight.shape
     else:
         layer.num_embeddings = len(layer.weight)
 
 
-def mark_shard(parameter, region):
+def mark_shard(parameter, region, whole):
     """Let a parameter, and its deep copies, remember what `shard_of` tells: its region. Returns it.
 
-    PyTorch's own deep copy of a parameter forgets attributes.
+    whole: the whole tensor's shape. As `ds_shape`, DeepSpeed's name, it is what PEFT knows the
+    embedding by, whose prompts need it. PyTorch's own deep copy of a parameter forgets attributes.
     """
     itself = weakref.ref(parameter)  # it would not be freed at once if it held itself
 
     def copied(memo):
-        return mark_shard(nn.Parameter.__deepcopy__(itself(), memo), region)
+        return mark_shard(nn.Parameter.__deepcopy__(itself(), memo), region, whole)
 
-    parameter.shard, parameter.__deepcopy__ = region, copied
+    parameter.shard, parameter.ds_shape, parameter.__deepcopy__ = region, whole, copied
     return parameter
 
 
@@ -154,11 +156,11 @@ def with_whole_logits(whole):
     """A forward hook for a LlamaForCausalLM: `whole(logits)`, where no loss was asked for."""
 
     def hook(model, args, kwargs, output):
-        if kwargs.get("labels") is not None:
-            return output
-        if isinstance(output, tuple):  # return_dict=False: logits come first
-            return whole(output[0]), *output[1:]
-        output.logits = whole(output.logits)
+        if isinstance(output, tuple):  # return_dict=False: the loss comes first, or the logits
+            first, *others = output
+            return output if first.dim() == 0 else (whole(first), *others)
+        if output.loss is None:
+            output.logits = whole(output.logits)
         return output
 
     return hook
