@@ -16,6 +16,7 @@ STEP = [
 ]  # fmt: skip
 TOKENS = "generated tokens, 10, by a forward each", "^generated tokens$"
 PACKED = "several documents in a sequence: loss, some gradients", "^packed documents"
+SENT = "bytes that a rank sends for a layer", "^bytes sent"
 TASK = {
     # script: (title, ranks, more flags, [(claim, regular expression of its checks' names)])
     "tp_mlp": ("Part 1", 4, [], [
@@ -79,13 +80,13 @@ TASK = {
         *STEP, ("the bits of one microbatch after another", "one microbatch after another"),
     ]),
     "ulysses_forward": ("Task 4", 2, [], [
-        ("hidden states of every layer", "^hidden states"), *MODEL, TOKENS, PACKED,
+        ("hidden states of every layer", "^hidden states"), *MODEL, TOKENS, PACKED, SENT,
     ]),
     "ring_attention": ("Ring", 2, [], [
-        ("hidden states of every layer", "^hidden states"), *MODEL, TOKENS, PACKED,
+        ("hidden states of every layer", "^hidden states"), *MODEL, TOKENS, PACKED, SENT,
     ]),
     "tp_ulysses": ("TP x Ulysses", 4, ["--tp", "2", "--sp", "2"], [
-        ("hidden states of every layer", "^hidden states"), *MODEL, TOKENS, PACKED,
+        ("hidden states of every layer", "^hidden states"), *MODEL, TOKENS, PACKED, SENT,
     ]),
     "ulysses_finetune": ("Task 5", 2, [], [
         ("losses beside plain PEFT, three steps", "^losses$"),

@@ -805,7 +805,8 @@ BUGS = {
     ),
     "gradients are summed before their time": (
         "data_parallel --strategy by-hand", 2, "data_parallel.py", "* part).backward()",
-        "* part).backward()\n    [all_reduce_(p.grad, group) for p in model.parameters()]",
+        "* part).backward()\n"
+        "    [p.grad.copy_(all_reduce(p.grad, group)) for p in model.parameters()]",
         "same gradients before",
     ),
     "each rank has a mean of its own": (
