@@ -189,7 +189,7 @@ def test_diagrams(record, nproc, pictures, tmp_path):
         ("pipeline", ["--seq-len", 16, "--microbatches", 2]),
         ("data_speed", ["--seq-len", 16, "--batch-size", 2]),
         ("mesh_speed", ["--seq-len", 16, "--batch-size", 2]), ("ring_speed", ["--seq-len", 64]),
-        ("sequence_speed", ["--seq-len", 64, "--budget", 12]),
+        pytest.param("sequence_speed", ["--seq-len", 64, "--budget", 12], marks=pytest.mark.stress),
     ],
 )  # fmt: skip
 def test_measured_on_ranks(script, flags, tmp_path):

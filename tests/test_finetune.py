@@ -39,7 +39,10 @@ def finetune(folder, *args, nproc=1, script=SCRIPT, place=CPU):
     return result, json.loads(path.read_text())["results"] if path.exists() else None
 
 
-@pytest.mark.parametrize(("peft", "nproc"), [("prompt", 4), ("lora", 3), ("none", 2)])
+@pytest.mark.parametrize(
+    ("peft", "nproc"),
+    [("prompt", 4), pytest.param("lora", 3, marks=pytest.mark.stress), ("none", 2)],
+)
 def test_float64(peft, nproc, tmp_path):
     """Three ways to fine-tune, a batch of 3 of a prime length; with --seq-len 5, ranks of the
     prompt's tokens alone, without any label."""

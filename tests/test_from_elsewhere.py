@@ -83,23 +83,25 @@ def variant(folder, generation=None, **changes):
 
 DYNAMIC = {"rope_type": "dynamic", "factor": 2.0}
 SETTINGS = {
-    # name: (generation_config.json, changes of config.json)
-    "use_cache false": (None, {"use_cache": False}),
+    # name: (generation_config.json, changes of config.json, scripts)
+    "use_cache false": (None, {"use_cache": False}, ["kv_cache", "dtensor_llama"]),
     "a repetition penalty, several ends": (
         {"eos_token_id": [0, 15], "repetition_penalty": 1.5, "do_sample": True, "top_p": 0.9,
-         "stop_strings": ["."], "max_time": 0.1}, {}
+         "stop_strings": ["."], "max_time": 0.1}, {}, ["kv_cache", "tp_llama", "dtensor_llama"],
     ),
-    "dynamic RoPE": (None, {"rope_scaling": DYNAMIC, "max_position_embeddings": 64}),
+    "dynamic RoPE": (
+        None, {"rope_scaling": DYNAMIC, "max_position_embeddings": 64}, ["kv_cache", "tp_llama"],
+    ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_settings_of_a_folder(name, tmp_path):
     """Settings inherited from a folder: a right run is not refused for them."""
-    generation, changes = SETTINGS[name]
+    generation, changes, scripts = SETTINGS[name]
     model = variant(tmp_path / "model", generation, **changes)
     args = ["--model", model, "--dtype", "float64", "--repeats", 0]
-    for script in "kv_cache", "tp_llama", "dtensor_llama":
+    for script in scripts:
         file = launch.TASKS / f"{script}.py"
         result = launch.ranks(file, *args, nproc=2, folder=tmp_path)
         assert result.code == 0 and result.out.count("Tests passed") == 2, result.tail()

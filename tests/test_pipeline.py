@@ -362,7 +362,7 @@ def test_refused(flags, message, tmp_path):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only there can a process's memory be limited")
-@pytest.mark.parametrize("nproc", [1, 2])
+@pytest.mark.parametrize("nproc", [1, pytest.param(2, marks=pytest.mark.stress)])  # README has it
 def test_a_model_that_does_not_fit(nproc, tmp_path):
     """Weights, gradients and Adam's states take 0.36 GiB: more than one rank has, not than two."""
     args = ["--model", "random/small", "--memory-budget", 0.33]

@@ -1163,7 +1163,9 @@ def test_without_a_bug(script, tmp_path, odd_llama):
     assert result.code == 0 and result.out.count("Tests passed") == 2, result.tail()
 
 
-@pytest.mark.parametrize("script", ["dtensor_llama", "kv_cache"])
+@pytest.mark.parametrize(
+    "script", ["dtensor_llama", pytest.param("kv_cache", marks=pytest.mark.stress)]
+)
 def test_logits_of_ranks_that_share_a_gpu(script, tmp_path, odd_llama):
     """No bug: what they do in place of DTensor's own gather, done on the CPU."""
     plant(tmp_path, "dtensor_llama.py", "if not logits.is_cuda or dist", "if False and dist")

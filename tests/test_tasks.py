@@ -149,11 +149,14 @@ def odd_flags(script, nproc, folder, odd_llama, shallow_llama):
     return args
 
 
-ODD = [3, 4, *(pytest.param(nproc, marks=STRESS) for nproc in (5, 6))]
+NO_HEADS = "data_parallel", "pipeline_llama", "pipeline_threads", "pretrain_2d", "tp_training"
+ODD = [
+    pytest.param(script, nproc, marks=[STRESS] * (nproc > 4 or (nproc == 4 and script in NO_HEADS)))
+    for script in launch.SCRIPTS for nproc in (3, 4, 5, 6)
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("nproc", ODD)
-@pytest.mark.parametrize("script", launch.SCRIPTS)
+@pytest.mark.parametrize(("script", "nproc"), ODD)
 def test_odd_llama(script, nproc, tmp_path, odd_llama, shallow_llama):
     """Sizes that divide by nothing, biases, an untied head, more ranks than KV heads; one layer."""
     path, file = tmp_path / "record.json", launch.TASKS / f"{script}.py"
@@ -202,7 +205,8 @@ def test_bfloat16(script, tmp_path):
     assert result.code == 0 and result.out.count("Tests passed") == 2, result.tail()
 
 
-@pytest.mark.parametrize("nproc", [1, pytest.param(2, marks=STRESS)])
+@pytest.mark.stress  # with 2 ranks `test_as_shown` does it
+@pytest.mark.parametrize("nproc", [1, 2])
 def test_overfitting(nproc, tmp_path):
     """Task 3's fallback: one batch to almost no loss, along the single rank's curve."""
     args = ["--overfit", 40, "--dtype", "float64", "--repeats", 0]
@@ -213,6 +217,7 @@ def test_overfitting(nproc, tmp_path):
 
 
 @pytest.mark.alone
+@pytest.mark.stress  # each run of the script compares the formula with the tensors that are sent
 def test_bytes_of_the_all_to_alls(tmp_path):
     """As the formula has it, a layer and direction, also where nothing divides; on the wire, too.
 
