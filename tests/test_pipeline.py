@@ -83,6 +83,18 @@ def test_split_module():
         device_of(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta")))
 
 
+def test_output_is_on_the_last_device():
+    """On the second GPU; where there are no two, on `meta`, whose tensors have no values."""
+    two_gpus = torch.cuda.device_count() > 1
+    first, last = map(torch.device, ("cuda:0", "cuda:1") if two_gpus else ("cpu", "meta"))
+    pipe = Pipe(nn.Sequential(nn.Linear(4, 6, device=first), nn.Linear(6, 3, device=last)), 2)
+    assert pipe.devices == [first, last]
+    y = pipe(torch.ones(5, 4, device=first))
+    assert y.device == last and y.shape == (5, 3)
+    with torch.no_grad():
+        assert pipe(torch.ones(5, 4, device=first)).device == last
+
+
 def stack(layers=6):
     torch.manual_seed(0)
     sizes = [(WithDevice(nn.Linear(8, 8), CPU[i * 3 // layers])) for i in range(layers)]
