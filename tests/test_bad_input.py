@@ -92,6 +92,10 @@ DAMAGE = {
     "config is a list": (lambda d: (d / "config.json").write_text("[]"), "not valid JSON"),
     "odd groups": (lambda d: change_config(d, num_key_value_heads=4), "6 query heads"),
     "no such activation": (lambda d: change_config(d, hidden_act="none"), "config.json"),
+    "rope of some dims": (
+        lambda d: change_config(d, partial_rotary_factor=0.4),
+        "partial_rotary_factor 0.4",
+    ),
     "rope is a word": (lambda d: change_config(d, rope_parameters="x"), "rope_parameters"),
     "tied, but is not": (lambda d: change_config(d, tie_word_embeddings=True), "has another one"),
     "truncated": (lambda d: truncate(d / "model.safetensors"), "damaged safetensors"),
@@ -105,7 +109,9 @@ DAMAGE = {
     "tied to nothing": (
         lambda d: (
             change_config(d, tie_word_embeddings=True),
-            change_tensors(d, lambda t: t.pop("model.embed_tokens.weight")),
+            change_tensors(
+                d, lambda t: (t.pop("lm_head.weight"), t.pop("model.embed_tokens.weight"))
+            ),
         ),
         "model.embed_tokens.weight is missing",
     ),

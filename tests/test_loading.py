@@ -11,7 +11,7 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import launch
 from conftest import make_llama
@@ -154,6 +154,10 @@ def copy_over_shards(directory):
     save_file(whole, directory / "model.safetensors", metadata={"format": "pt"})
 
 
+def only_the_head(tensors):
+    tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+
+
 def tie(directory, keep_head=False, **settings):
     """With tied embeddings; keep_head: the file has the LM head, too."""
 
@@ -220,6 +224,7 @@ DIRECTORIES = {
     "of a LlamaModel": lambda d: (tie(d), change_tensors(d, without_prefix)),
     "of a LlamaModel, in shards": lambda d: (tie(d), change_tensors(d, without_prefix), shard(d)),
     f"{NEWER}of a LlamaModel, and a head": lambda d: change_tensors(d, without_prefix),
+    f"{NEWER}tied, the head's name alone": lambda d: (tie(d), change_tensors(d, only_the_head)),
     f"{NEWER}model. twice": lambda d: change_tensors(d, with_prefix),
     "frequencies in the file": lambda d: change_tensors(
         d, lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(5)})
@@ -347,6 +352,21 @@ def test_tokenizer_without_words(kind, tmp_path):
 
     with pytest.raises(UserError, match=r"tokenizer \(tokenizer_config.json\)"):
         tokenizer_files(tmp_path / "lost", lose).tokenizer()
+
+
+def test_tokenizer_of_a_class_with_other_files(tmp_path):
+    """The library reads tokenizer.json, which the class does not name, and so do we."""
+
+    def rename(directory, model):
+        path = directory / "tokenizer_config.json"
+        settings = json.loads(path.read_text()) | {"tokenizer_class": "GPT2Tokenizer"}
+        path.write_text(json.dumps(settings))
+
+    found = tokenizer_files(tmp_path / "model", rename).tokenizer()
+    assert (
+        found("fox")["input_ids"]
+        == AutoTokenizer.from_pretrained(tmp_path / "model")("fox")["input_ids"]
+    )
 
 
 @pytest.mark.parametrize("name", ["tekken.json", "sentencepiece.bpe.model", "qwen.tiktoken"])

@@ -244,12 +244,15 @@ def sum_gradients(tensors, mesh, bucket_bytes=2**25):
         return
     tensors = [tensor for tensor in tensors if tensor.grad is not None]
     check_mesh(tensors, group)
-    earlier = [groups_summed_over(tensor.grad) for tensor in tensors]
-    if any(group in groups for groups in earlier):
+    ranks = tuple(dist.get_process_group_ranks(group))
+    earlier = [summed_over(tensor.grad) for tensor in tensors]
+    if any(ranks in others for others in earlier):
         raise ValueError("these gradients are sums over these ranks already")
     sum_in_place([tensor.grad for tensor in tensors], group, bucket_bytes)
-    for tensor, groups in zip(tensors, earlier, strict=True):
-        tensor.grad.summed = tensor.grad._version, groups | {group}
+    for tensor, others in zip(tensors, earlier, strict=True):
+        # FSDP2 calls no hooks, so there any change of the gradient ends it.
+        hooked = tensor.is_leaf and tensor.requires_grad and not isinstance(tensor, DTensor)
+        tensor.grad.summed = None if hooked else tensor.grad._version, {ranks, *others}
         if tensor.is_leaf and tensor.requires_grad:
             refuse_additions(tensor)
 
@@ -268,10 +271,15 @@ def check_mesh(tensors, group):
                                  "gradients are summed by DTensor or FSDP2 itself")  # fmt: skip
 
 
-def groups_summed_over(grad):
-    """The groups over which `sum_gradients` has summed a gradient that is unchanged since."""
-    version, groups = getattr(grad, "summed", (None, set()))
-    return groups if version == grad._version else set()
+def summed_over(grad):
+    """The ranks of each sum by `sum_gradients` that a gradient still is. Clipped, it still is one.
+
+    The mark is (version, ranks): a version says that it holds for this one alone.
+    """
+    version, ranks = getattr(grad, "summed", (None, set()))
+    if not ranks or version not in (None, grad._version) or not local_part(grad).any():
+        return set()
+    return ranks
 
 
 def refuse_additions(tensor):
@@ -288,6 +296,8 @@ def refuse_additions(tensor):
     def after_adding(_):
         for hook in hooks:
             hook.remove()
+        if owner().grad is summed() and hasattr(owner().grad, "summed") and not sum_is_there:
+            del owner().grad.summed  # it was 0, and is a new gradient
         if sum_is_there:
             raise ValueError("a backward has added to gradients that are sums over ranks: call "
                              "sum_gradients after the last backward, and zero_grad before the next "

@@ -42,7 +42,7 @@ class Parser(argparse.ArgumentParser):
 
 def natural(text, least=0, bits=31):
     """argparse type: a whole number, 0 included."""
-    if not text.isdigit() or not least <= int(text) < 2**bits:
+    if not text.isdecimal() or not least <= int(text) < 2**bits:
         wanted = "above 0" if least else "from 0"
         raise argparse.ArgumentTypeError(
             f"must be a whole number {wanted} (below 2**{bits}), not {text!r}"

@@ -107,6 +107,11 @@ class Source:
         heads, kv_heads = self.config.num_attention_heads, self.config.num_key_value_heads
         if heads % kv_heads:
             raise UserError(f"{name}: {heads} query heads do not divide by {kv_heads} KV heads")
+        rope = getattr(self.config, "rope_parameters", None) or {}
+        partial = getattr(self.config, "partial_rotary_factor", rope.get("partial_rotary_factor"))
+        if partial not in (None, 1):
+            raise UserError(f"{name}: config.json: partial_rotary_factor {partial}: all dims of a "
+                            "Llama's heads are rotated")  # fmt: skip
         if self.directory:
             self.files = rename(index_files(self.directory), self.shapes)
             self.check_names()
@@ -200,12 +205,14 @@ class Source:
 
     def check_names(self):
         """Missing, unexpected and misshapen tensors: the library would only warn."""
+        tied = "lm_head.weight", "model.embed_tokens.weight"
+        if self.config.tie_word_embeddings and tied[0] in self.files and not TRANSFORMERS_4:
+            self.files.setdefault(tied[1], self.files[tied[0]])  # one of both names is enough
         expected, found = self.shapes, {name: file[-1] for name, file in self.files.items()}
-        if self.config.tie_word_embeddings and found.pop("lm_head.weight", None):
-            tied = "lm_head.weight", "model.embed_tokens.weight"
-            if tied[1] in found and not torch.equal(*map(self.read, tied)):
-                raise UserError(f"{self.name}: config.json ties lm_head.weight to the embedding, "
-                                "but the file has another one")  # fmt: skip
+        both = self.config.tie_word_embeddings and found.pop(tied[0], None) and tied[1] in found
+        if both and not torch.equal(*map(self.read, tied)):
+            raise UserError(f"{self.name}: config.json ties lm_head.weight to the embedding, "
+                            "but the file has another one")  # fmt: skip
         found = {n: s for n, s in found.items() if not n.endswith("rotary_emb.inv_freq")}
         for name in sorted(expected.keys() | found.keys()):
             if name not in found:
@@ -267,7 +274,8 @@ class Source:
         # Without these files some classes make an empty one. Those of bytes have none.
         words = set(type(tokenizer).vocab_files_names.values())
         by_version = any(re.fullmatch(r"tokenizer\..*\.json", name) for name in files)
-        if words and not words & set(files) and not by_version:
+        by_library = tokenizer.is_fast and "tokenizer.json" in files
+        if words and not words & set(files) and not by_version and not by_library:
             raise UserError(f"{self.name}: tokenizer ({', '.join(files)}): no vocabulary is there "
                             f"({' or '.join(sorted(words))})")  # fmt: skip
         known = max(tokenizer.get_vocab().values(), default=-1) + 1

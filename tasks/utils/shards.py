@@ -5,6 +5,7 @@ Shapes as in `utils/__init__.py`.
 """
 
 import copy
+import inspect
 import weakref
 from fnmatch import fnmatch
 from functools import cache
@@ -156,11 +157,12 @@ def with_whole_logits(whole):
     """A forward hook for a LlamaForCausalLM: `whole(logits)`, where no loss was asked for."""
 
     def hook(model, args, kwargs, output):
-        if isinstance(output, tuple):  # return_dict=False: the loss comes first, or the logits
-            first, *others = output
-            return output if first.dim() == 0 else (whole(first), *others)
-        if output.loss is None:
-            output.logits = whole(output.logits)
+        given = inspect.signature(model.forward).bind(*args, **kwargs).arguments
+        if given.get("labels") is not None:
+            return output
+        if isinstance(output, tuple):  # return_dict=False: logits come first
+            return whole(output[0]), *output[1:]
+        output.logits = whole(output.logits)
         return output
 
     return hook

@@ -46,6 +46,7 @@ The rows of one head may have fewer roundings between them than that. The gradie
 sum over the keys, each times one number, which is off by chance. Where all keys are alike, as in a
 text that repeats one word, the error of a head is one rounding, along the head's values. So where a
 scale explains a quarter of the neighbours' squared error, more of them are measured together.
+(What is usual is still told by the fewer, or this would make it less, and others' limits tighter.)
 
 A run's scale is not judged where there are few roundings, as they do not average out: the gradient
 of the queries of two tokens is made of one number a head. (The reference's is: as an error that is
@@ -89,12 +90,14 @@ class Errors:
     norms: {"rms": (3, 1), "row": (3, rows), "column": (3, columns), ...}, float64. The scale is a
     share already: its values count as 1. mean: of the run's error. own: the reference's largest.
     together: {"row": how many neighbouring rows are measured as one, "column": ...}, if they are.
+    fewer: norms of fewer neighbours, where more are measured together because they share roundings.
     """
 
     norms: dict
     mean: float
     own: float
     together: dict
+    fewer: dict
     single: bool  # a matrix of one row or column
 
 
@@ -124,28 +127,31 @@ def measure(actual, reference, exact, own=0.0):
     norms, own_largest = {"rms": whole[:3].sqrt(), "max": largest[:, None]}, largest[1].item()
     meet = (rows[1].max() * columns[1].max() / whole[1, 0]).sqrt()
     largest[1] = torch.maximum(largest[1], meet.nan_to_num(0.0))
-    together = {}
+    together, fewer = {}, {}
     for kind, means, dim, length in (("row", rows, 0, width), ("column", columns, 1, count)):
         if length < FEW:
             continue
         number = independent_roundings(*tensors[1:], dim, worst_parts(means))
         if number < min(FEW_ROUNDINGS, length / 2):  # fewer than a row of so many values can have
             together[kind] = 2 ** round(math.log2(MANY / number))  # a head's first row begins one
-            shared = share_of_scales(mean_of_neighbours(means, together[kind]))
+            neighbours = mean_of_neighbours(means, together[kind])
+            shared = share_of_scales(neighbours)
             if shared > SHARED:
+                fewer[kind] = neighbours[:3].sqrt()
                 together[kind] *= 2 ** round(math.log2(FEW_ROUNDINGS * shared))
-            means = mean_of_neighbours(means, together[kind])
+                neighbours = mean_of_neighbours(means, together[kind])
+            means = neighbours
         if means.shape[1] > 1:
             norms[kind] = means[:3].sqrt()
             if kind not in together:  # of few roundings errors do not average out
                 norms[f"{kind} scale"] = scales(means, length)
     if count * width >= FEW:
         norms["scale"] = scales(whole, count * width, part=False)
-    for kind in norms:
+    for kind, norm in (*norms.items(), *fewer.items()):
         if "scale" not in kind:
-            norms[kind][1].clamp_(min=own)
+            norm[1].clamp_(min=own)
     single = actual.dim() > 1 and min(count, width) == 1
-    return Errors(norms, total.item() / actual.numel(), own_largest, together, single)
+    return Errors(norms, total.item() / actual.numel(), own_largest, together, fewer, single)
 
 
 def worst_parts(means):
@@ -248,7 +254,9 @@ def judge(many, dtype, worst, longest_sum=1):
             continue
         usual = worst.get(kind)
         if usual is None:
-            norms = torch.cat([norm for _, norm in own], dim=1)
+            usual_of = [e for e, rounding in zip(many, apart, strict=True) if not rounding]
+            norms = [errors.fewer.get(kind, errors.norms.get(kind)) for errors in usual_of]
+            norms = torch.cat([norm for norm in norms if norm is not None], dim=1)
             relative = (norms[1] / norms[2])[norms[2] > 0].sort().values
             usual = relative[int(0.99 * (len(relative) - 1))].item() if len(relative) else 0.0
         for number, (error, reference, size) in own:
