@@ -29,6 +29,7 @@ from utils.shards import mark_shard, shard_of
 TINY = Path(__file__).resolve().parent.parent / "tiny_llama"
 # The compatibility spot: transformers 4 calls the dtype and the rotary settings otherwise.
 TRANSFORMERS_4 = transformers.__version__.startswith("4.")
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 # Settings of config.json that are the run's own affair: dtypes, and what a forward gives.
 IGNORED_SETTINGS = (
     "dtype", "torch_dtype", "return_dict", "use_return_dict", "torchscript", "use_cache",
@@ -113,7 +114,8 @@ class Source:
             raise UserError(f"{name}: config.json: partial_rotary_factor {partial}: all dims of a "
                             "Llama's heads are rotated")  # fmt: skip
         if self.directory:
-            self.files = rename(index_files(self.directory), self.shapes)
+            tied = self.config.tie_word_embeddings
+            self.files = rename(index_files(self.directory), self.shapes, tied)
             self.check_names()
 
     def from_scratch(self, tokenizer):
@@ -205,12 +207,9 @@ class Source:
 
     def check_names(self):
         """Missing, unexpected and misshapen tensors: the library would only warn."""
-        tied = "lm_head.weight", "model.embed_tokens.weight"
-        if self.config.tie_word_embeddings and tied[0] in self.files and not TRANSFORMERS_4:
-            self.files.setdefault(tied[1], self.files[tied[0]])  # one of both names is enough
         expected, found = self.shapes, {name: file[-1] for name, file in self.files.items()}
-        both = self.config.tie_word_embeddings and found.pop(tied[0], None) and tied[1] in found
-        if both and not torch.equal(*map(self.read, tied)):
+        both = self.config.tie_word_embeddings and found.pop(HEAD, None) and EMBEDDING in found
+        if both and not torch.equal(self.read(HEAD), self.read(EMBEDDING)):
             raise UserError(f"{self.name}: config.json ties lm_head.weight to the embedding, "
                             "but the file has another one")  # fmt: skip
         found = {n: s for n, s in found.items() if not n.endswith("rotary_emb.inv_freq")}
@@ -424,13 +423,13 @@ def read_generation(directory):
         raise UserError(f"{path}: {one_line(error)}") from None
 
 
-def rename(files, expected):
+def rename(files, expected, tied):
     """What `index_files` gives, by the names that transformers finds these tensors for.
 
     A LlamaModel's tensors have no `model.` before their names, and some tools put one before all.
-    expected: the model's names.
+    Of tied embeddings one name is enough, but in transformers 4. expected: the model's names.
     """
-    if TRANSFORMERS_4 and ("lm_head.weight" in files or any(k.startswith("model") for k in files)):
+    if TRANSFORMERS_4 and (HEAD in files or any(k.startswith("model") for k in files)):
         return files  # there, only a LlamaModel's as they are
 
     def name_of(key):
@@ -439,7 +438,10 @@ def rename(files, expected):
                 return name
         return key
 
-    return {name_of(key): value for key, value in files.items()}
+    found = {name_of(key): value for key, value in files.items()}
+    if tied and HEAD in found:
+        found.setdefault(EMBEDDING, found[HEAD])
+    return found
 
 
 def index_files(directory):

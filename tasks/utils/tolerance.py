@@ -254,8 +254,8 @@ def judge(many, dtype, worst, longest_sum=1):
             continue
         usual = worst.get(kind)
         if usual is None:
-            usual_of = [e for e, rounding in zip(many, apart, strict=True) if not rounding]
-            norms = [errors.fewer.get(kind, errors.norms.get(kind)) for errors in usual_of]
+            others = [errors for errors, is_apart in zip(many, apart, strict=True) if not is_apart]
+            norms = [errors.fewer.get(kind, errors.norms.get(kind)) for errors in others]
             norms = torch.cat([norm for norm in norms if norm is not None], dim=1)
             relative = (norms[1] / norms[2])[norms[2] > 0].sort().values
             usual = relative[int(0.99 * (len(relative) - 1))].item() if len(relative) else 0.0
