@@ -10,6 +10,7 @@ it: the mother looks at no GPU, and checks that no import has.
 """
 
 import gc
+import importlib.util
 import json
 import os
 import runpy
@@ -33,6 +34,7 @@ STACKS_S = 1.0  # in which ranks that took too long print where they stand (see 
 def main():
     for name in PRELOADED:
         __import__(name)
+    prepare_loading()
     check_untouched()
     gc.collect()
     gc.freeze()  # so that a rank's collector does not touch, and copy, all of this
@@ -41,6 +43,14 @@ def main():
     for line in sys.stdin:
         if os.fork() == 0:
             look_after(json.loads(line), mother)
+
+
+def prepare_loading():
+    """Have transformers compile its thousand patterns of weights' names, as every load would."""
+    if importlib.util.find_spec("transformers.conversion_mapping"):  # since transformers 5
+        from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+        get_checkpoint_conversion_mapping("llama")
 
 
 def check_untouched():

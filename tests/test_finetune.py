@@ -27,6 +27,7 @@ from utils.documents import fill, one_by_one, pack
 from utils.errors import UserError
 from utils.models import TINY
 
+STRESS = pytest.mark.stress
 SCRIPT = launch.TASKS / "ulysses_finetune.py"
 
 
@@ -41,7 +42,7 @@ def finetune(folder, *args, nproc=1, script=SCRIPT, place=CPU):
 
 @pytest.mark.parametrize(
     ("peft", "nproc"),
-    [("prompt", 4), pytest.param("lora", 3, marks=pytest.mark.stress), ("none", 2)],
+    [("prompt", 4), *(pytest.param(p, n, marks=STRESS) for p, n in (("lora", 3), ("none", 2)))],
 )
 def test_float64(peft, nproc, tmp_path):
     """Three ways to fine-tune, a batch of 3 of a prime length; with --seq-len 5, ranks of the
@@ -238,8 +239,9 @@ def undisturbed(request, tmp_path_factory):
     return place, folder / "out", record
 
 
-def test_killed_ranks(undisturbed, tmp_path):
-    """SIGKILL of a rank, twice; the restarts end at the undisturbed run's bits."""
+@pytest.mark.parametrize("kills", [1, pytest.param(2, marks=STRESS)])
+def test_killed_ranks(kills, undisturbed, tmp_path):
+    """SIGKILL of a rank, once or twice; the restarts end at the undisturbed run's bits."""
     (place, folder, record), path = undisturbed, tmp_path / "record.json"
     step = "        loss = forward_backward(model, batches(i), norms=norms)\n"
     pause = f"        __import__('time').sleep({place is NCCL})\n"  # a GPU's steps are short
@@ -256,12 +258,12 @@ def test_killed_ranks(undisturbed, tmp_path):
             state["kills"] += 1
             time.sleep(0.5)
             state["seen"] = len((tmp_path / "log").read_text())
-        return state["kills"] == 2
+        return state["kills"] == kills
 
     args = [*LONG, "--output-dir", tmp_path / "b", "--json", path, *place.flags(2)]
     command = launch.command(tmp_path / SCRIPT.name, *args, nproc=2, restarts=3)
     code, out = watched(command, act, tmp_path / "log", env=place.env)
-    assert code == 0 and state["kills"] == 2, out[-3000:]
+    assert code == 0 and state["kills"] == kills, out[-3000:]
     again = json.loads(path.read_text())["results"]
     assert again["losses"] == record["losses"] and again["sha256"] == record["sha256"]
     adapters = [out / "adapter" / "adapter_model.safetensors" for out in (folder, tmp_path / "b")]

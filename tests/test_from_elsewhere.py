@@ -84,13 +84,13 @@ def variant(folder, generation=None, **changes):
 DYNAMIC = {"rope_type": "dynamic", "factor": 2.0}
 SETTINGS = {
     # name: (generation_config.json, changes of config.json, scripts)
-    "use_cache false": (None, {"use_cache": False}, ["kv_cache", "dtensor_llama"]),
+    "use_cache false": (None, {"use_cache": False}, ["kv_cache"]),
     "a repetition penalty, several ends": (
         {"eos_token_id": [0, 15], "repetition_penalty": 1.5, "do_sample": True, "top_p": 0.9,
-         "stop_strings": ["."], "max_time": 0.1}, {}, ["kv_cache", "tp_llama", "dtensor_llama"],
+         "stop_strings": ["."], "max_time": 0.1}, {}, ["tp_llama", "dtensor_llama"],
     ),
     "dynamic RoPE": (
-        None, {"rope_scaling": DYNAMIC, "max_position_embeddings": 64}, ["kv_cache", "tp_llama"],
+        None, {"rope_scaling": DYNAMIC, "max_position_embeddings": 64}, ["kv_cache"],
     ),
 }  # fmt: skip
 

@@ -187,7 +187,8 @@ def test_two_machines(script, nproc, two_nodes, tmp_path):
     assert all("Tests passed" in text for text in said)
 
 
-@pytest.mark.parametrize("nproc", [pytest.param(1, marks=pytest.mark.stress), 2])
+@pytest.mark.stress
+@pytest.mark.parametrize("nproc", [1, 2])
 def test_cable_cut(nproc, two_nodes, tmp_path):
     """A machine that is cut off mid-run: both ends say so in a line, and stop within 30 s."""
     nodes, head, cut = two_nodes

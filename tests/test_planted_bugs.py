@@ -2,6 +2,7 @@
 
 import random
 import re
+from collections import Counter
 
 import pytest
 
@@ -1110,11 +1111,21 @@ SLOW = [
     "under DTensor .generate avoids repetition", "on split sequences .generate avoids repetition",
     "with a static cache the mask is dropped", "by .generate the mask is dropped",
 ]  # fmt: skip
+FIRST = 2  # so many of the bugs that one check of a script catches are in `make test-all`
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.stress] * (n in SLOW)) for n in BUGS]
-)
+def with_marks():
+    """The bugs' names. The long ones, and the third and later of a check, are in `make stress`."""
+    caught = Counter()
+    for name, (script, *_, check) in BUGS.items():
+        is_long = name in SLOW
+        if not is_long:
+            caught[script.split()[0], check] += 1
+        later = caught[script.split()[0], check] > FIRST
+        yield pytest.param(name, marks=[pytest.mark.stress] * (is_long or later))
+
+
+@pytest.mark.parametrize("name", with_marks())
 def test_planted_bug(name, tmp_path, odd_llama):
     refuse_planted(name, tmp_path, odd_llama)
 

@@ -123,7 +123,9 @@ def test_every_task_is_shown():
     assert all("Tests passed (rank=0)" in printed for *_, printed in SHOWN.values())
 
 
-LONG = re.compile("long_speed|ulysses_speed|decoding")  # what they do, other tests do, too
+LONG = re.compile(
+    "long_speed|ulysses_speed|decoding|memory-budget|--peft lora"
+)  # what they do, other tests do, too
 
 
 @pytest.mark.parametrize(
