@@ -91,6 +91,7 @@ class TwoLayers(nn.Module):
 
     def __init__(self, size, hidden_size, bias=False):
         super().__init__()
+        self.size, self.hidden_size = size, hidden_size
         self.fc1 = nn.Linear(size, hidden_size, bias=bias)
         self.fc2 = nn.Linear(hidden_size, size, bias=bias)
 
@@ -267,9 +268,9 @@ def show_training(run, title, reference, model, args):
     run.print0(f"model of one rank: {reference}")
     run.print_in_order(f"model (rank={run.rank}): {model}")
     run.check_weights(title, model, references, whole=())
-    torch.manual_seed(run.seed)  # x and target are the same on every rank
-    size = len(model.fc2.weight)
-    x, target = torch.randn(2, args.batch_size, size, dtype=torch.float32)
+    run.longest_sum = max(model.size, model.hidden_size)  # nothing here sums over a vocabulary
+    torch.manual_seed(run.seed + 1)  # x and target: on every rank the same, and not the weights
+    x, target = torch.randn(2, args.batch_size, model.size, dtype=torch.float32)
     x, target = x.to(run.device, run.dtype), target.to(run.device, run.dtype)
     for number in range(args.iterations):
         expected = run.expect(lambda layers: train_step(layers, x, target), references)
