@@ -1,6 +1,6 @@
 """What tensors hold over a training step, where the vocabulary is large: one process beside ranks.
 
-    python figures/training_memory.py      # writes training_memory.json
+    python figures/training_memory.py      # some minutes, up to 17 GiB; writes training_memory.json
 
 By `--profile` of tasks/tp_training.py: a vocabulary of 128,256, with hidden 256 and 4,096 tokens,
 and with hidden 2048 and 512. Then the tensor-parallel README's own size, 256 x 256 tokens with

@@ -47,39 +47,39 @@ from utils.step_checks import refuse_if_endless
 
 
 def share_of(size, group):
-    """[start, stop): which of `size` columns or rows this rank has; shares may be uneven."""
+    """Return which of `size` columns or rows this rank has, [first, stop). Shares may be uneven."""
     return shard_range(size, group.size(), group.rank())
 
 
 def forward_by_columns(x, w_columns, n, group):
-    """x (m, k), w_columns (k, n/P) -> y (m, n)."""
-    y_columns = x @ w_columns
+    """Multiply x (m, k) by a w of which this rank has w_columns (k, n/P): y (m, n)."""
+    y_columns = x @ w_columns  # (m, n/P)
     return gather_shares(y_columns, dim=1, size=n, group=group)
 
 
 def backward_by_columns(dy, x, w_columns, group):
-    """dy (m, n), the gradient of y -> dx (m, k), and dw of this rank's columns (k, n/P)."""
-    start, stop = share_of(dy.shape[1], group)
-    dy_columns = dy[:, start:stop]
+    """From dy (m, n), the gradient of y, compute dx (m, k) and dw of this rank's columns."""
+    first, stop = share_of(dy.shape[1], group)
+    dy_columns = dy[:, first:stop]
     dx = all_reduce(dy_columns @ w_columns.T, group)
-    dw_columns = x.T @ dy_columns
+    dw_columns = x.T @ dy_columns  # (k, n/P)
     return dx, dw_columns
 
 
 def forward_by_rows(x, w_rows, group):
-    """x (m, k), w_rows (k/P, n) -> y (m, n)."""
-    start, stop = share_of(x.shape[1], group)
-    x_columns = x[:, start:stop]
+    """Multiply x (m, k) by a w of which this rank has w_rows (k/P, n): y (m, n)."""
+    first, stop = share_of(x.shape[1], group)
+    x_columns = x[:, first:stop]
     return all_reduce(x_columns @ w_rows, group)
 
 
 def backward_by_rows(dy, x, w_rows, group):
-    """dy (m, n), the gradient of y -> dx (m, k), and dw of this rank's rows (k/P, n)."""
-    start, stop = share_of(x.shape[1], group)
-    x_columns = x[:, start:stop]
-    dx_columns = dy @ w_rows.T
+    """From dy (m, n), the gradient of y, compute dx (m, k) and dw of this rank's rows."""
+    first, stop = share_of(x.shape[1], group)
+    x_columns = x[:, first:stop]
+    dx_columns = dy @ w_rows.T  # (m, k/P)
     dx = gather_shares(dx_columns, dim=1, size=x.shape[1], group=group)
-    dw_rows = x_columns.T @ dy
+    dw_rows = x_columns.T @ dy  # (k/P, n)
     return dx, dw_rows
 
 
@@ -133,8 +133,8 @@ class ColumnLinear(nn.Module):
 
     def __init__(self, linear, group):
         super().__init__()
-        start, stop = share_of(linear.out_features, group)
-        keep_shard(linear, 0, start, stop)
+        first, stop = share_of(linear.out_features, group)
+        keep_shard(linear, 0, first, stop)
         self.weight = linear.weight  # (n/P, k)
         self.bias = linear.bias  # (n/P) or None: each output has its own
         self.group = group
@@ -152,8 +152,8 @@ class RowLinear(nn.Module):
 
     def __init__(self, linear, group):
         super().__init__()
-        start, stop = share_of(linear.in_features, group)
-        keep_shard(linear, 1, start, stop)
+        first, stop = share_of(linear.in_features, group)
+        keep_shard(linear, 1, first, stop)
         self.weight = linear.weight  # (n, k/P)
         self.bias = linear.bias  # (n) or None, on every rank
         self.group = group
@@ -206,23 +206,23 @@ def show_product(run, group):
     y, dx, dw = x @ w, dy @ w.T, x.T @ dy
     run.print0(f"--- x @ w of one rank: {y.long().tolist()}")
 
-    start, stop = share_of(6, group)
-    w_columns = w[:, start:stop]
+    first, stop = share_of(6, group)
+    w_columns = w[:, first:stop]
     of_columns = forward_by_columns(x, w_columns, 6, group)
     dx_of_columns, dw_columns = backward_by_columns(dy, x, w_columns, group)
     run.print_in_order(f"by columns (rank={run.rank}): {(x @ w_columns).long().tolist()}")
     run.check("product by columns: y", [(of_columns, y)], tolerance=0.0)
     run.check("product by columns: dx", [(dx_of_columns, dx)], tolerance=0.0)
-    run.check("product by columns: dw", [(dw_columns, dw[:, start:stop])], tolerance=0.0)
+    run.check("product by columns: dw", [(dw_columns, dw[:, first:stop])], tolerance=0.0)
 
-    start, stop = share_of(4, group)
-    w_rows = w[start:stop]
+    first, stop = share_of(4, group)
+    w_rows = w[first:stop]
     of_rows = forward_by_rows(x, w_rows, group)
     dx_of_rows, dw_rows = backward_by_rows(dy, x, w_rows, group)
-    run.print_in_order(f"by rows (rank={run.rank}): {(x[:, start:stop] @ w_rows).long().tolist()}")
+    run.print_in_order(f"by rows (rank={run.rank}): {(x[:, first:stop] @ w_rows).long().tolist()}")
     run.check("product by rows: y", [(of_rows, y)], tolerance=0.0)
     run.check("product by rows: dx", [(dx_of_rows, dx)], tolerance=0.0)
-    run.check("product by rows: dw", [(dw_rows, dw[start:stop])], tolerance=0.0)
+    run.check("product by rows: dw", [(dw_rows, dw[first:stop])], tolerance=0.0)
 
 
 def random_layers(run, split=None):

@@ -848,8 +848,8 @@ BUGS = {
         "pieces = zip(all_gather(padded, group).flip(0), shares", "product by columns: y",
     ),
     "a rank takes other columns of a product's gradient": (
-        "tp_naive", 2, "tp_naive.py", "dy_columns = dy[:, start:stop]",
-        "dy_columns = dy[:, : stop - start]", "product by columns: dx",
+        "tp_naive", 2, "tp_naive.py", "dy_columns = dy[:, first:stop]",
+        "dy_columns = dy[:, : stop - first]", "product by columns: dx",
     ),
     "backward by columns all-reduces nothing": (
         "tp_naive", 2, "tp_naive.py", "dx = all_reduce(dy_columns @ w_columns.T, group)",
@@ -860,8 +860,8 @@ BUGS = {
         "dw_columns = all_reduce(x.T @ dy_columns, group)", "product by columns: dw",
     ),
     "a part of the sum takes other columns": (
-        "tp_naive", 2, "tp_naive.py", "x_columns = x[:, start:stop]\n    return",
-        "x_columns = x[:, : stop - start]\n    return", "product by rows: y",
+        "tp_naive", 2, "tp_naive.py", "x_columns = x[:, first:stop]\n    return",
+        "x_columns = x[:, : stop - first]\n    return", "product by rows: y",
     ),
     "forward by rows all-reduces nothing": (
         "tp_naive", 2, "tp_naive.py", "return all_reduce(x_columns @ w_rows, group)",
@@ -872,11 +872,11 @@ BUGS = {
         "dx_columns = dy @ w_rows.flip(0).T", "product by rows: dx",
     ),
     "the gradient of rows is of other columns": (
-        "tp_naive", 2, "tp_naive.py", "x_columns = x[:, start:stop]\n    dx",
-        "x_columns = x[:, : stop - start]\n    dx", "product by rows: dw",
+        "tp_naive", 2, "tp_naive.py", "x_columns = x[:, first:stop]\n    dx",
+        "x_columns = x[:, : stop - first]\n    dx", "product by rows: dw",
     ),
     "fc1 is not split": (
-        "tp_naive", 2, "tp_naive.py", "keep_shard(linear, 0, start, stop)",
+        "tp_naive", 2, "tp_naive.py", "keep_shard(linear, 0, first, stop)",
         "keep_shard(linear, 0, 0, linear.out_features)", "none whole that should be split",
     ),
     "the second rank begins with other weights": (
