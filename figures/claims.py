@@ -59,9 +59,15 @@ TASK = {
         ("the bits of gradients, averaged, and parameters", "copies of"),
         ("bytes of weights, gradients, states", ": bytes of weights"),
     ]),
+    "tp_naive": ("Naive TP", 2, [], [
+        ("a product, its gradients, by columns and by rows", "^product by"),
+        ("every shard a slice of the whole, and none the whole", "weights, "),
+        ("two layers: outputs", ": outputs$"),
+        ("two layers: loss", ": loss$"),
+        ("input gradient", ": input grad$"),
+        GRADIENTS,
+    ]),
     "tp_training": ("TP training", 2, [], [
-        ("a product, by columns and by rows", "^product by"),
-        ("two layers: outputs, loss, gradients", "^two layers"),
         ("every shard a slice of the whole", "weights, "),
         ("losses of five iterations, both batches", ": losses$"),
         ("what they change", ": changes by 5 iterations$"),

@@ -11,7 +11,8 @@ CONTENDERS = "one process", "TP", "TP + loss parallel"
 def draw_memory(data, path):
     """Of each size what tensors hold over a step, and what the peak is made of."""
     profiles, ranks = data["profiles"], data["world_size"]
-    figure, axes = plt.subplots(2, len(profiles), figsize=(11, 6), height_ratios=(3, 2))
+    width = 5.5 * len(profiles)
+    figure, axes = plt.subplots(2, len(profiles), figsize=(width, 6), height_ratios=(3, 2))
     for (over_time, at_peak), profile in zip(axes.T, profiles, strict=True):
         for row, (name, (colour, _)) in enumerate(zip(CONTENDERS, RANKS, strict=False)):
             most = max(profile[name], key=lambda one: one["peak"])
@@ -26,7 +27,10 @@ def draw_memory(data, path):
                 at_peak.barh(row, size / 2**30, left=left, color=colour, hatch=hatch, ec="white",
                              label=None if row else part)  # fmt: skip
                 left += size / 2**30
-        over_time.set_title(f"{profile['model']}, {profile['tokens']:,} tokens, vocabulary "
+        tokens, several = f"{profile['tokens']:,}", profile.get("batch_size", 1) > 1
+        if several:
+            tokens = f"{profile['batch_size']} x {profile['seq_len']}"
+        over_time.set_title(f"{profile['model']}, {tokens} tokens, vocabulary "
                             f"{profile['vocab_size']:,}", fontsize=9)  # fmt: skip
         over_time.set(xlabel="of the step's time", ylabel="GiB of tensors", ylim=0)
         over_time.legend(frameon=False, fontsize=7, loc="upper left")

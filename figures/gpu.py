@@ -55,7 +55,7 @@ LEAST_S = 15, 60  # that must be left to begin one of these, or what runs alone
 GIB_A_RANK = 6  # that tp_mlp.py, which takes most, may need beside others
 SCRIPTS = ["tp_mlp", "tp_attention", "tp_llama", "dtensor_llama", "kv_cache", "ulysses_forward",
            "ulysses_finetune", "pipeline_llama", "pipeline_threads", "data_parallel",
-           "tp_training", "pretrain_2d", "ring_attention", "tp_ulysses"]  # fmt: skip
+           "tp_naive", "tp_training", "pretrain_2d", "ring_attention", "tp_ulysses"]  # fmt: skip
 DTYPES = "float32", "bfloat16", "float64"
 # Without timed repetitions: they say nothing beside other jobs.
 TIMED = ("tp_llama", "dtensor_llama", "kv_cache", "ulysses_forward", "ring_attention",

@@ -1,6 +1,7 @@
 """The tables of the README and of the pages beside this file, written from what was recorded.
 
     python figures/report.py            # run every task, record its checks, write the tables
+    python figures/report.py tp_mlp     # only this one, or these: the others' records stay
     python figures/report.py --tables   # write the tables from the records that are there
 
 Into report.json goes, for each claim of a task, the worst of its checks; the other tables are of
@@ -33,13 +34,16 @@ START = "$ OMP_NUM_THREADS=1 torchrun --standalone"
 # ---------------------------------------------------------------- recording
 
 
-def record(path):
+def record(path, scripts=()):
     """Run every task in both dtypes, on the CPU: of each claim the worst check, and what it prints.
 
     The latter, in float32 and without notes, which depend on the machine, goes to outputs/.
+    scripts: only these, into the records that are there.
     """
-    whole = here_and_now() | {"summary": {}, "tasks": {}}
-    for script, (_, ranks, flags, claims) in TASK.items():
+    before = json.loads(path.read_text()) if scripts else {"summary": {}, "tasks": {}}
+    whole = before | here_and_now()
+    for script in scripts or TASK:
+        _, ranks, flags, claims = TASK[script]
         for dtype in DTYPES:
             print(f"{script}, {dtype}, {ranks} ranks", flush=True)
             words = [*flags, *(["--dtype", dtype] if dtype != "float32" else [])]
@@ -53,6 +57,8 @@ def record(path):
         lines = [line for line in done.stdout.splitlines() if not line.startswith("note: ")]
         text = "\n".join([f"{START} {command_of(script)}", *lines]) + "\n"
         (HERE / "outputs" / f"{script}.txt").write_text(text)
+    for kind in "summary", "tasks":  # in the order of the tables
+        whole[kind] = {script: whole[kind][script] for script in TASK if script in whole[kind]}
     path.write_text(json.dumps(whole, indent=1) + "\n")
 
 
@@ -319,9 +325,13 @@ def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("scripts", nargs="*", metavar="TASK", help="default all of them")
     parser.add_argument("--tables", action="store_true", help="run nothing; default no")
-    if not parser.parse_args().tables:
-        record(HERE / "report.json")
+    args = parser.parse_args()
+    if unknown := set(args.scripts) - TASK.keys():
+        parser.error(f"no such task: {', '.join(sorted(unknown))}; there are {', '.join(TASK)}")
+    if not args.tables:
+        record(HERE / "report.json", args.scripts)
     for page, text in filled_in().items():
         page.write_text(text)
         print(f"wrote the tables of {page}")

@@ -77,7 +77,7 @@ MODELS = {name: DAMAGE[name] for name in (
 )}  # fmt: skip
 MODELS["not a number"] = not_a_number, "non-finite values in model.layers.0."
 MODELS["a tokenizer of more tokens"] = with_tokenizer, "the model only 211"
-NO_TEXT = "tp_mlp", "tp_attention"  # these two need no tokenizer
+NO_TEXT = "tp_mlp", "tp_attention", "tp_naive"  # these need no tokenizer
 
 FLAGS = {
     # id and name: (flags of rank 0, flags of rank 1 if they differ, environment, message)
@@ -144,7 +144,7 @@ def test_models(script, name, odd_llama, tmp_path):
 @pytest.mark.parametrize("script", launch.SCRIPTS)
 def test_too_many_ranks(script, odd_llama, tmp_path):
     """More ranks than query heads, with the numbers. (MLP units there are more of.)"""
-    if script in ("tp_mlp", "pipeline_threads", "data_parallel", "ring_attention"):
+    if script in ("tp_mlp", "tp_naive", "pipeline_threads", "data_parallel", "ring_attention"):
         pytest.skip("it has no heads, 53 MLP units go over 7 ranks; or it splits no heads")
     file = launch.TASKS / f"{script}.py"
     result = launch.ranks(file, "--model", odd_llama, nproc=7, folder=tmp_path)

@@ -23,6 +23,7 @@ import one_step
 import records
 import tolerance
 import tp_speed
+import training_memory
 from draw_diagrams import TITLES, Diagram
 from draw_mesh_diagrams import MeshPicture
 from draw_ring import RingPicture
@@ -215,6 +216,39 @@ def test_recorded(name):
         for of_rank in results["memory_bytes"]["fsdp2"]:
             for mine, all_of_it in zip(of_rank[:3], whole, strict=False):
                 assert mine == pytest.approx(all_of_it / ranks, rel=0.05)
+
+
+def test_training_memory(tmp_path, monkeypatch):
+    """The README's size goes beside the other records, on what fits; and all of it is drawn."""
+    gib, ranks = 2**30, 2
+    assert training_memory.readme_model(ranks, 100 * gib) == "random/small-50k"
+    assert training_memory.readme_model(ranks, 23 * gib) == "random/small-8k"
+    with pytest.raises(SystemExit, match="error: 9 GiB of memory: 2 ranks need 19 for 8,192"):
+        training_memory.readme_model(ranks, 9 * gib)
+
+    def on_ranks(file, nproc, *flags):
+        args = [*flags, "--json", tmp_path / "run.json"]
+        result = launch.ranks(file, *args, nproc=nproc, folder=tmp_path)
+        assert result.code == 0, result.tail()
+        return json.loads((tmp_path / "run.json").read_text()), SimpleNamespace(stdout=result.out)
+
+    output, small = tmp_path / "record.json", ["--num-layers", 1, "--batch-size", 3, "--seq-len", 9]
+    recorded = json.loads((launch.ROOT / "figures" / "training_memory.json").read_text())
+    others = [one for one in recorded["profiles"] if one["model"] in training_memory.SIZES]
+    stale = {"model": "random/small-50k"}
+    output.write_text(json.dumps(recorded | {"profiles": [*others, stale]}))
+    monkeypatch.setattr(training_memory, "torchrun", on_ranks)
+    monkeypatch.setattr(training_memory, "README", small)
+    monkeypatch.setattr(training_memory, "room", lambda ranks: 23 * gib)
+    monkeypatch.setattr(sys, "argv", ["training_memory.py", "--readme-only", "--json", str(output)])
+    training_memory.main()
+    data = json.loads(output.read_text())
+    assert data["profiles"][:-1] == others
+    last = data["profiles"][-1]
+    sizes = [last[name] for name in ("model", "batch_size", "seq_len", "tokens", "vocab_size")]
+    assert sizes == ["random/small-8k", 3, 9, 27, 8192]
+    draw.kind(data)(data, tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").stat().st_size > 50_000
 
 
 @pytest.mark.parametrize(("technique", "count"), [("tp", 7), ("ulysses", 6)])

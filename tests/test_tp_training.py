@@ -1,5 +1,6 @@
 """The tensor-parallel README's experiments: what a step's memory is made of, and bad input."""
 
+import gzip
 import json
 import sys
 
@@ -8,7 +9,8 @@ import torch
 
 import launch
 from test_planted_bugs import plant, refused
-from utils.memory_profile import record_memory
+from utils.errors import UserError
+from utils.memory_profile import record_memory, write_trace
 
 FILE = launch.TASKS / "tp_training.py"
 LOGITS = "logits and what the loss makes of them"
@@ -25,7 +27,7 @@ def test_recorded_memory():
         del first
         return second * 2
 
-    curve, blocks = record_memory(function, torch.device("cpu"))
+    curve, blocks, _ = record_memory(function, torch.device("cpu"))
     peak = max(size for _, size in curve)
     assert sum(blocks.values()) == peak == pytest.approx(40_000, abs=100)  # and a few numbers
     assert sorted(blocks.values())[-2:] == [20_000, 20_000]
@@ -35,10 +37,13 @@ def test_recorded_memory():
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_memory_of_a_step(ranks, tmp_path):
-    """Three arrays as large as the logits at once; split, two of a rank's share of the words."""
+    """Three arrays as large as the logits at once; split, two of a rank's share of the words.
+
+    The traces have what the record was made of.
+    """
     path = tmp_path / "record.json"
-    args = ["--profile", "--model", "random/small", "--num-layers", 1, "--seq-len", 800]
-    args += ["--json", path]
+    args = ["--profile", "--model", "random/small", "--num-layers", 1, "--json", path]
+    args += ["--batch-size", 4, "--seq-len", 200, "--trace", tmp_path / "trace.json.gz"]
     result = launch.ranks(FILE, *args, nproc=ranks, folder=tmp_path)
     assert result.code == 0 and result.out.count("Tests passed") == ranks, result.tail()
     memory, V, T = json.loads(path.read_text())["results"]["memory"], 32000, 800
@@ -54,6 +59,30 @@ def test_memory_of_a_step(ranks, tmp_path):
             assert parts == one["peak"] == max(size for _, size in one["curve"])
     whole, split = (max(one[LOGITS] for one in memory[name]) for name in list(memory)[1:3])
     assert split < 0.55 * whole
+    assert (memory["batch_size"], memory["seq_len"], memory["tokens"]) == (4, 200, T)
+    traces = sorted(tmp_path.glob("*trace*"))
+    for trace, name in zip(traces, ("TP", "TP + loss parallel", "one process"), strict=True):
+        assert f"trace of rank 0, {name}: {trace}\n" in result.out, result.tail()
+        with gzip.open(trace, "rt") as file:
+            events = json.load(file)["traceEvents"]
+        totals = [e["args"]["Total Allocated"] for e in events if e["name"] == "[memory]"]
+        peak = memory[name][0]["peak"]  # of rank 0
+        assert max(totals) - min(totals) == pytest.approx(peak, rel=0.02), (name, peak)
+
+
+def test_trace_that_cannot_be_written(tmp_path):
+    """A part of one, as on a full disk, is no trace: what was there before stays."""
+    path = tmp_path / "trace.json"
+    path.write_text("before")
+
+    class Recorded:
+        def export_chrome_trace(self, name):
+            with open(name, "w") as file:
+                file.write('{"traceEvents": [{"name": ')
+
+    with pytest.raises(UserError, match=r"--trace .*: cannot be written there"):
+        write_trace(Recorded(), path)
+    assert path.read_text() == "before" and list(tmp_path.iterdir()) == [path]
 
 
 def test_whole_logits_where_they_are_to_be_split(odd_llama, tmp_path):
@@ -87,6 +116,8 @@ def test_a_context_that_does_not_fit(flags, gib, nproc, tmp_path):
         (["--lr", "9e5"], "--lr 900000.0: losses that are no numbers any more"),
         (["--text", "a"], "--text 'a': 1 tokens, too short"),
         (["--seq-len", "2"], "--seq-len 2: too short to compare"),
+        (["--trace", "trace.json"], "--trace: of what --profile records, give that, too"),
+        (["--profile", "--trace", "/no/such/x.json"], "--trace /no/such/x.json: cannot be written"),
     ],
 )
 def test_refused(flags, message, tmp_path):

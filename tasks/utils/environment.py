@@ -105,17 +105,17 @@ def end_sibling(rank):
                     process.kill()
 
 
-def check_writable(path):
-    """Refuse an output file that cannot be written, before any work is done."""
+def check_writable(path, flag="--json"):
+    """Refuse an output file that cannot be written, before any work is done. flag: names it."""
     if path is None:
         return
     try:
         if path.exists() and not path.is_file():
-            fail(f"--json {path}: not a file")
+            fail(f"{flag} {path}: not a file")
         with tempfile.TemporaryFile(dir=path.resolve().parent):
             pass
     except OSError as error:
-        fail(f"--json {path}: cannot be written there ({error.strerror}); name another file")
+        fail(f"{flag} {path}: cannot be written there ({error.strerror}); name another file")
 
 
 def unusable_gpu():

@@ -1,9 +1,13 @@
 """The bytes that tensors hold while a function runs, from events that torch.profiler records."""
 
+import gzip
+import json
 import os
 
 from torch.optim import SGD
 from torch.profiler import ProfilerActivity, profile
+
+from utils.errors import UserError
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # no lines of its own
 POINTS = 400  # that are kept of a curve
@@ -13,8 +17,8 @@ PARTS = "gradients", "logits and what the loss makes of them", "the rest"  # of 
 def record_memory(function, device):
     """What function() allocates on `device`, over time; of what was there before, nothing.
 
-    Returns [(seconds, bytes), ...] and of the peak {address: bytes} of the blocks. Tensors alone,
-    not what kernels take beside the allocator.
+    Returns [(seconds, bytes), ...], of the peak {address: bytes} of the blocks, and the profiler's
+    own record, for `write_trace`. Tensors alone, not what kernels take beside the allocator.
     """
     kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
     with profile(activities=kinds, profile_memory=True) as recorded:
@@ -30,7 +34,7 @@ def record_memory(function, device):
         curve.append((event.start_time_ns, total))
         if total > peak:
             peak, at_peak = total, dict(blocks)
-    return thinned(curve), at_peak
+    return thinned(curve), at_peak, recorded
 
 
 def allocations(recorded, device):
@@ -57,7 +61,8 @@ def thinned(curve):
 def record_step(model, ids, columns):
     """Of a step of SGD its loss, and the bytes of tensors: over time, and of what the peak is.
 
-    columns: how many of the vocabulary's this rank's logits have.
+    columns: how many of the vocabulary's this rank's logits have. Returns these in a dict, and the
+    profiler's record, for `write_trace`.
     """
     parameters, losses = list(model.parameters()), []
 
@@ -67,7 +72,7 @@ def record_step(model, ids, columns):
         SGD(parameters, lr=0.01).step()
         losses.append(loss.item())
 
-    curve, blocks = record_memory(step, ids.device)
+    curve, blocks, recorded = record_memory(step, ids.device)
     weights = sum(parameter.nbytes for parameter in parameters)
     gradients = {(p.grad.data_ptr(), p.grad.nbytes) for p in parameters}
     alike = {p.nbytes for p in parameters if p.nbytes > 2**20}  # one that is added to another
@@ -80,5 +85,28 @@ def record_step(model, ids, columns):
             parts[PARTS[1]] += size
         else:
             parts[PARTS[2]] += size
-    return parts | {"loss": losses[0], "weights": weights, "peak": sum(blocks.values()),
-                    "curve": curve}  # fmt: skip
+    peak = sum(blocks.values())
+    record = parts | {"loss": losses[0], "weights": weights, "peak": peak, "curve": curve}
+    return record, recorded
+
+
+def trace_of(path, name):
+    """The file of one of several traces: of TP it is trace.TP.json, where `path` is trace.json."""
+    stem, dot, suffix = path.name.partition(".")
+    return path.with_name(f"{stem}.{name.replace(' + ', '_').replace(' ', '_')}{dot}{suffix}")
+
+
+def write_trace(recorded, path):
+    """Write the profiler's record as a Chrome trace (JSON; .gz: compressed), whole or not at all.
+
+    Raises UserError where it cannot be written.
+    """
+    part = path.with_name(f".{os.getpid()}.{path.name}")
+    try:
+        recorded.export_chrome_trace(str(part))
+        with (gzip.open if path.suffix == ".gz" else open)(part, "rt") as file:
+            json.load(file)  # on a full disk the profiler says nothing, and writes a part
+        part.replace(path)
+    except (OSError, ValueError, EOFError) as error:
+        part.unlink(missing_ok=True)
+        raise UserError(f"--trace {path}: cannot be written there ({error})") from error

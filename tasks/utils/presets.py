@@ -25,6 +25,8 @@ PRESETS = {
 PRESETS["balanced"] = PRESETS["small"] | dict(  # the head costs about as much as a layer
     hidden_size=512, num_hidden_layers=15, intermediate_size=2048, vocab_size=8192
 )
+PRESETS["small-8k"] = PRESETS["small"] | {"vocab_size": 8192}
+PRESETS["small-50k"] = PRESETS["small"] | {"vocab_size": 50257}  # GPT-2's
 PRESETS["small-128k"] = PRESETS["small"] | {"vocab_size": 128256}
 PRESETS["llama-3.2-1b-32k"] = PRESETS["llama-3.2-1b"] | {"vocab_size": 32000}
 PRESETS["246m"] = dict(  # two of an article on training in parallel, with GPT-2's vocabulary
