@@ -45,6 +45,7 @@ from utils.checkpoint import fingerprint
 from utils.collectives import all_reduce, check_mesh, group_of_axis, sum_in_place
 from utils.epochs import estimate, expect_training, print_workers, train
 from utils.errors import UserError
+from utils.families import ALL_FAMILIES, layers_of
 from utils.flags import make_parser, natural, positive, rate
 from utils.job import start
 from utils.model_checks import token_losses
@@ -144,7 +145,7 @@ def forward_backward(model, batch, group):
 
 def shard_fully(model, mesh):
     """FSDP2, in place: each layer's parameters, and all others, as slices; also on device meta."""
-    for layer in model.model.layers:
+    for layer in layers_of(model):
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
 
@@ -237,7 +238,7 @@ def compare_processes(run, number, train_data, batch_size, collate):
 
 
 def main():
-    parser = make_parser(__doc__)
+    parser = make_parser(__doc__, kinds=ALL_FAMILIES)
     add = parser.add_argument
     add("--strategy", choices=["all", *STRATEGIES], default="all", help="default all of them")
     add("--batch-size", type=positive, default=8, help="sequences, of all ranks; default 8")
@@ -282,7 +283,7 @@ def show(run, args):
         run.check_weights(strategy, replica.model, reference.models, whole=unsplit)
         if strategy == "by-hand":
             check_average(run, replica, next(iter(batches[0])))
-        step, embedding = partial(replica.step, last), replica.model.model.embed_tokens
+        step, embedding = partial(replica.step, last), replica.model.get_input_embeddings()
         reference.check_step(run, strategy, replica.model, step, embedding,
                              rows=mine, times=P, optimizer=replica.optimizer)  # fmt: skip
         if args.epochs:
