@@ -48,6 +48,7 @@ from utils.collectives import all_reduce, check_mesh, group_of_axis, sum_in_plac
 from utils.environment import fail, read_environment
 from utils.epochs import estimate, expect_training, print_workers, train
 from utils.errors import UserError
+from utils.families import ALL_FAMILIES, layers_of, restore_dropout
 from utils.flags import make_parser, natural, positive, rate
 from utils.job import start
 from utils.model_checks import token_losses
@@ -172,7 +173,7 @@ def forward_backward(model, batch, group):
 
 def shard_fully(model, mesh):
     """FSDP2, in place: each layer's parameters, and all others, as slices; also on device meta."""
-    for layer in model.model.layers:
+    for layer in layers_of(model):
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
 
@@ -317,7 +318,7 @@ def compare_files(run, args):
 
 
 def main():
-    parser = make_parser(__doc__)
+    parser = make_parser(__doc__, kinds=ALL_FAMILIES)
     add = parser.add_argument
     add("--strategy", choices=["all", *STRATEGIES], help="default all; with --spawn by-hand")
     add("--batch-size", type=positive, default=8, help="sequences, of all ranks; default 8")
@@ -370,12 +371,13 @@ def show(run, args):
     loaders = [partition_dataset(part, B, collate)[0] for part in parts]
     mesh, batches = run.mesh("dp"), [Batches(run, loader, collate) for loader in loaders]
     check_partitions(run, data, parts, batches)
-    steps = list(batches[0])
-    # In the last batch ranks may have unequal numbers of sequences, or none.
-    batch = steps[0] if args.gradients_dir else steps[-1]
-    mine, whole = gather_batch(run, batch)
-    reference = expected = None
-    if not args.train_only:
+    steps, reference, expected = list(batches[0]), None, None
+    if args.train_only:
+        restore_dropout(run.source)
+    else:
+        # In the last batch ranks may have unequal numbers of sequences, or none.
+        batch = steps[0] if args.gradients_dir else steps[-1]
+        mine, whole = gather_batch(run, batch)
         reference = Reference(run, whole)
         expected = expect_training(run, reference, batches, args.epochs, args.lr)
     for strategy in STRATEGIES if args.strategy == "all" else [args.strategy]:
@@ -388,7 +390,7 @@ def show(run, args):
             if args.gradients_dir:
                 check_files(run, replica, steps[0], args.gradients_dir, reference)
         if reference:
-            step, embedding = partial(replica.step, batch), replica.model.model.embed_tokens
+            step, embedding = partial(replica.step, batch), replica.model.get_input_embeddings()
             reference.check_step(run, strategy, replica.model, step, embedding,
                                  rows=mine, times=P, optimizer=replica.optimizer)  # fmt: skip
             del step, embedding
