@@ -374,6 +374,8 @@ def show(run, args):
     steps, reference, expected = list(batches[0]), None, None
     if args.train_only:
         restore_dropout(run.source)
+        if any(run.source.dropout.values()):
+            run.print0("note: nothing is compared with one rank: dropout is as shipped")
     else:
         # In the last batch ranks may have unequal numbers of sequences, or none.
         batch = steps[0] if args.gradients_dir else steps[-1]
