@@ -33,7 +33,7 @@ def open_store():
         try:
             store = dist.TCPStore(ADDRESS, port, is_master=True, wait_for_workers=False)
         except dist.DistNetworkError as error:
-            if "EADDRINUSE" not in str(error):
+            if "address already in use" not in str(error).lower():
                 fail(f"{ADDRESS}:{port}: no store there ({error})")
         else:
             taken = f"port {first} is taken: the processes meet at port {port}"
