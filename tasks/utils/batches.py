@@ -6,6 +6,7 @@ from itertools import chain, islice, repeat
 import torch
 
 from utils.errors import UserError
+from utils.families import refuse_length
 from utils.text import load_sequences
 
 
@@ -16,6 +17,7 @@ def read_samples(run, count, seq_len):
     """
     if seq_len < 3:
         raise UserError(f"--seq-len {seq_len}: too short to compare, use 3 or more")
+    refuse_length(run.source, seq_len)
     ids = load_sequences(run, None, count, seq_len).cpu()
     generator = torch.Generator().manual_seed(run.seed)
     lengths = torch.randint(max(3, seq_len // 2), seq_len + 1, (count,), generator=generator)

@@ -341,7 +341,7 @@ def share_of(value, bound):
 
 def kind_of(name):
     """A parameter's name without its layer's number: what is alike in all layers goes together."""
-    return re.sub(r"layers\.\d+\.", "layers.*.", name)
+    return re.sub(r"\b(layers|h)\.\d+\.", r"\1.*.", name)
 
 
 def difference(a, b):

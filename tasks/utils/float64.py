@@ -1,4 +1,4 @@
-"""Hugging Face's Llama has float32 parts whatever its dtype; here they are made float64, too."""
+"""Hugging Face's models have float32 parts whatever their dtype; here they are made float64."""
 
 from functools import cache
 
@@ -22,8 +22,10 @@ def compute_in_float64(model):
             fresh = type(module)(len(module.weight), module.variance_epsilon)  # without its hooks
             before = functional_call(fresh, weights, x)
             # The same module, which FSDP2 may know.
-            module.__class__ = fresh.__class__ = in_float64(type(module))
+            module.__class__ = fresh.__class__ = in_float64(RMSNorm64, type(module))
             same_function(module, functional_call(fresh, weights, x), before)
+        elif type(module).__name__ == "GPT2Model":
+            module.__class__ = in_float64(GPT2Model64, type(module))
         elif type(module).__name__ == "LlamaRotaryEmbedding" and not isinstance(parent, Rotary64):
             rotary = Rotary64(module)
             if module.inv_freq.device.type != "meta":
@@ -51,9 +53,22 @@ class RMSNorm64:
         return F.rms_norm(x, x.shape[-1:], self.weight, self.variance_epsilon)
 
 
+class GPT2Model64:
+    """GPT2Model, whose mask transformers 4 makes in the default dtype: float64's least number has
+    to fit in."""
+
+    def forward(self, *args, **kwargs):
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            torch.set_default_dtype(before)
+
+
 @cache
-def in_float64(kind):
-    return type("RMSNorm64", (RMSNorm64, kind), {})
+def in_float64(ours, kind):
+    return type(ours.__name__, (ours, kind), {})
 
 
 class Rotary64(nn.Module):

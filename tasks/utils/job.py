@@ -29,6 +29,7 @@ from utils.environment import (
     share_gpus,
 )
 from utils.errors import UserError
+from utils.families import mlp_units
 from utils.flags import DTYPES
 from utils.measure import is_for_memory
 from utils.models import Source, download, is_remote
@@ -43,13 +44,13 @@ os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 # ---------------------------------------------------------------- starting and ending
 
 
-def start(args, body):
+def start(args, body, init_process_group=dist.init_process_group):
     """Join the other ranks, call body(run, args), and end the process by the contract.
 
     Works under torchrun and, as world size 1, without it. It never returns: if all checks of the
     body passed, each rank prints `Tests passed` and exits with code 0. A `UserError` becomes one
     error line and exit code 2. A rank that waits --timeout seconds in a collective gives up, and
-    says for whom.
+    says for whom. init_process_group: a script's own, called as `torch.distributed`'s is.
     """
     prepare_process(args.deterministic)
     world_size = read_environment()
@@ -65,8 +66,8 @@ def start(args, body):
     # The watch says who is late, before these end; shared memory's group says so itself.
     timeout = datetime.timedelta(seconds=args.timeout + SPARE_S * (backend != NAME))
     try:
-        dist.init_process_group(
-            backend, store=store, rank=rank, world_size=world_size, timeout=timeout,
+        init_process_group(
+            backend=backend, store=store, rank=rank, world_size=world_size, timeout=timeout,
             device_id=device if backend == "nccl" else None,
         )  # fmt: skip
         run = Run(args, device, watch)
@@ -135,6 +136,7 @@ class Run(Comparison):
 
     def __init__(self, args, device, watch):
         self.model, self.num_layers, self.json = args.model, args.num_layers, args.json
+        self.kinds = args.kinds
         self.device, self.dtype, self.seed = device, DTYPES[args.dtype], args.seed
         self.watch = watch
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
@@ -252,11 +254,14 @@ class Run(Comparison):
 
         if is_remote(name):
             self.together(fetch)
-        source = self.together(lambda: Source(name, self.num_layers, self.seed))
+        source = self.together(lambda: Source(name, self.num_layers, self.seed, self.kinds))
         config = source.config
-        self.longest_sum = max(config.vocab_size, config.intermediate_size, config.hidden_size)
+        self.longest_sum = max(config.vocab_size, mlp_units(config), config.hidden_size)
         if is_remote(name):
             self.print0(f"{name} is cached in {source.directory}")
+        if any(source.dropout.values()):
+            rates = ", ".join(f"{key} {rate}" for key, rate in source.dropout.items())
+            self.print0(f"note: dropout is 0, so that runs can be compared; as shipped: {rates}")
         return source
 
     @cached_property

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from utils.families import base_of, embedding_of, norm_of
 from utils.traffic import bytes_sent
 
 REPEATS, LIMIT_S = 7, 120
@@ -243,18 +244,17 @@ def measure_costs(run, seq_len, repeats=5):
     """Seconds of a layer's forward and backward on rank 0; the first and the last, in whose stage
     the embedding and the LM head are, cost these, too. A list, on all ranks.
     """
-    from transformers import LlamaForCausalLM
-
     costs, config = [], copy.deepcopy(run.source.config)
     if run.rank == 0:
         config.num_hidden_layers = 1
-        model = run.place(LlamaForCausalLM(config))
+        model = run.place(run.source.family.model_class(config))
         ids = torch.zeros(1, seq_len, dtype=torch.long, device=run.device)
         x = torch.randn(1, seq_len, config.hidden_size).to(run.device, run.dtype).requires_grad_()
-        norm, model.model.norm = model.model.norm, nn.Identity()
+        base, norm = base_of(model), norm_of(model)
+        setattr(base, run.source.family.norm, nn.Identity())
         for part in (
-            lambda: model.model(inputs_embeds=x, use_cache=False).last_hidden_state,
-            lambda: model.model.embed_tokens(ids),
+            lambda: base(inputs_embeds=x, use_cache=False).last_hidden_state,
+            lambda: embedding_of(model)(ids),
             lambda: model.lm_head(norm(x)).logsumexp(-1),
         ):
             times = []

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from utils.errors import UserError
+from utils.families import refuse_length
 from utils.generation import check_continuation, encode_prompts, recompute
 from utils.losses import cross_entropy
 from utils.measure import measure_memory, measure_time
@@ -62,6 +63,7 @@ def make_batch(run, batch_size, seq_len, text=TEXT):
     config = run.source.config
     if seq_len < 3:  # of two tokens, some gradients are 0: there is nothing but rounding
         raise UserError(f"--seq-len {seq_len}: too short to compare, use 3 or more")
+    refuse_length(run.source, seq_len)
     if seq_len > config.max_position_embeddings:
         run.print0(f"note: --seq-len {seq_len} is more than {run.source.name} was made for, "
                    f"{config.max_position_embeddings}")  # fmt: skip
@@ -209,8 +211,9 @@ def compared_layers(run):
     run.print0(
         f"note: a large model: the gradients of layers 0, {last // 2} and {last} stand for all"
     )
-    some = [f"layers.{i}." for i in (0, last // 2, last)]
-    return lambda name: "layers." not in name or any(part in name for part in some)
+    layers = f".{run.source.family.layers}."
+    some = [f"{layers}{i}." for i in (0, last // 2, last)]
+    return lambda name: layers not in name or any(part in name for part in some)
 
 
 def shard_edges(run, parallel, ids):

@@ -21,15 +21,29 @@ from torch.distributed.tensor import DTensor
 
 from utils import smollm2
 from utils.errors import UserError, one_line
+from utils.families import (
+    FAMILIES,
+    GPT2,
+    LLAMA,
+    ONLY_LLAMA,
+    embedding_of,
+    fill_buffers,
+    refuse_family,
+    without_dropout,
+)
 from utils.float64 import compute_in_float64
 from utils.measure import is_for_memory
-from utils.presets import PRESETS
+from utils.presets import GPT2_PRESETS, PRESETS
 from utils.shards import mark_shard, shard_of
 
 TINY = Path(__file__).resolve().parent.parent / "tiny_llama"
 # The compatibility spot: transformers 4 calls the dtype and the rotary settings otherwise.
 TRANSFORMERS_4 = transformers.__version__.startswith("4.")
-HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+# What some files have beside a model's parameters, and no model reads: tables and masks.
+NO_PARAMETERS = re.compile(r"rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$")
+# A norm's weight: it is about 1.
+NORM = re.compile(r"(norm|\bln_\w+)\.weight$")
 # Settings of config.json that are the run's own affair: dtypes, and what a forward gives.
 IGNORED_SETTINGS = (
     "dtype", "torch_dtype", "return_dict", "use_return_dict", "torchscript", "use_cache",
@@ -70,53 +84,61 @@ class Source:
     """The configuration, weights and tokenizer that `--model` names.
 
     Checks everything that can be checked without reading weights; raises `UserError` with one line
-    that says what is wrong. `config` is a LlamaConfig, `directory` is None for random weights,
-    `shapes` has every parameter's, by name. `generation` is the directory's GenerationConfig, None
-    for random weights.
+    that says what is wrong. `config` is a LlamaConfig or GPT2Config, `family` what the seam knows
+    of its kind; `directory` is None for random weights, `shapes` has every parameter's, by name.
+    `generation` is the directory's GenerationConfig, None for random weights. `dropout`: what the
+    configuration's were; they are 0 now, so that runs can be compared.
+
+    kinds: the model types that are taken.
     """
 
-    def __init__(self, name, num_layers=None, seed=0):
-        from transformers import LlamaConfig
-
+    def __init__(self, name, num_layers=None, seed=0, kinds=ONLY_LLAMA):
         self.generation = None
         self.name, self.seed, self.files, self.directory = name, seed, {}, None
         if name.startswith("random/"):
-            preset = PRESETS.get(name.removeprefix("random/"))
-            if preset is None:
-                known = ", ".join(f"random/{p}" for p in PRESETS)
-                raise UserError(f"--model {name}: no such preset; there are {known}")
-            if num_layers is not None and not 1 <= num_layers <= preset["num_hidden_layers"]:
-                raise UserError(f"--num-layers {num_layers}: {name} has 1 to "
-                                f"{preset['num_hidden_layers']} layers")  # fmt: skip
-            settings = dict(preset, num_hidden_layers=num_layers or preset["num_hidden_layers"])
+            preset = find_preset(name, kinds)
+            layers = FAMILIES[preset["model_type"]].config_class(**preset).num_hidden_layers
+            if num_layers is not None and not 1 <= num_layers <= layers:
+                raise UserError(f"--num-layers {num_layers}: {name} has 1 to {layers} layers")
+            settings = preset | {"num_hidden_layers": num_layers or layers}
         else:
             if num_layers is not None:
                 raise UserError(f"--num-layers cuts random/ models short, not {name}")
             self.directory = find_directory(name)
-            settings = read_settings(self.directory)
+            settings = read_settings(self.directory, kinds)
             self.generation = read_generation(self.directory)
         self.settings = settings  # as they are written out again
+        self.family = FAMILIES[settings["model_type"]]
         settings = {name: value for name, value in settings.items() if name not in IGNORED_SETTINGS}
         try:
-            self.config = LlamaConfig.from_dict(settings)
+            self.config = self.family.config_class.from_dict(settings)
+            self.dropout = without_dropout(self.config)
             parameters = self.empty_model().named_parameters()
             self.shapes = {name: tuple(p.shape) for name, p in parameters}
         except Exception as error:  # the library's own validation: say what it says, in one line
             raise UserError(f"{name}: config.json: {one_line(error)}") from None
         if self.config.num_hidden_layers < 1:
             raise UserError(f"{name}: config.json: a model without layers")
+        if self.family is LLAMA:
+            self.check_llama()
+        elif self.config.add_cross_attention:
+            raise UserError(f"{name}: config.json: add_cross_attention: there is nothing to cross")
+        if self.directory:
+            tied = self.config.tie_word_embeddings
+            self.files = rename(index_files(self.directory), self.shapes, tied, self.family)
+            self.check_names()
+
+    def check_llama(self):
+        """UserError for heads that do not fit each other, or are rotated in part."""
         heads, kv_heads = self.config.num_attention_heads, self.config.num_key_value_heads
         if heads % kv_heads:
-            raise UserError(f"{name}: {heads} query heads do not divide by {kv_heads} KV heads")
+            raise UserError(f"{self.name}: {heads} query heads do not divide by {kv_heads} KV "
+                            "heads")  # fmt: skip
         rope = getattr(self.config, "rope_parameters", None) or {}
         partial = getattr(self.config, "partial_rotary_factor", rope.get("partial_rotary_factor"))
         if partial not in (None, 1):
-            raise UserError(f"{name}: config.json: partial_rotary_factor {partial}: all dims of a "
-                            "Llama's heads are rotated")  # fmt: skip
-        if self.directory:
-            tied = self.config.tie_word_embeddings
-            self.files = rename(index_files(self.directory), self.shapes, tied)
-            self.check_names()
+            raise UserError(f"{self.name}: config.json: partial_rotary_factor {partial}: all dims "
+                            "of a Llama's heads are rotated")  # fmt: skip
 
     def from_scratch(self, tokenizer):
         """From now on weights are random, by the seed; the vocabulary has all of a tokenizer's."""
@@ -128,14 +150,12 @@ class Source:
         self.shapes = {name: tuple(p.shape) for name, p in self.empty_model().named_parameters()}
 
     def empty_model(self):
-        """An ordinary LlamaForCausalLM on the meta device: shapes, and no memory."""
-        from transformers import LlamaForCausalLM
-
+        """An ordinary LlamaForCausalLM or GPT2LMHeadModel on the meta device: without memory."""
         self.config._attn_implementation = "sdpa"
         with torch.device("meta"):
-            model = LlamaForCausalLM(self.config)
+            model = self.family.model_class(self.config)
         if self.config.tie_word_embeddings:
-            model.lm_head.weight = model.model.embed_tokens.weight
+            model.lm_head.weight = embedding_of(model).weight
         if self.generation:
             model.generation_config = copy.deepcopy(self.generation)
         return model.eval()
@@ -146,35 +166,30 @@ class Source:
         That is what transformers writes after its own `from_pretrained`: settings that a run may
         not follow, such as `use_cache`, and those for generation.
         """
-        from transformers import LlamaConfig, LlamaForCausalLM
-
+        config = self.family.config_class.from_dict(self.settings)
         with torch.device("meta"):
-            model = LlamaForCausalLM(LlamaConfig.from_dict(self.settings)).to(dtype)
+            model = self.family.model_class(config).to(dtype)
         if self.generation:
             model.generation_config = copy.deepcopy(self.generation)
         return model
 
     def load_model(self, dtype, device, parallelize=None):
-        """An ordinary LlamaForCausalLM, or this rank's share of it.
+        """An ordinary LlamaForCausalLM or GPT2LMHeadModel, or this rank's share of it.
 
         parallelize: a function that shards a model in place with `keep_shard`. It is given the
         model without memory, so that only the shards are ever read. Without one, and with a
         directory, the model is what transformers' own `from_pretrained` loads.
         """
-        from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-
         if self.directory and not parallelize:
             return self.from_pretrained(dtype, device)
         model = self.empty_model()
         if parallelize:
             parallelize(model)
-        # Rotary tables are buffers that no checkpoint holds: build them off the meta device, and
-        # in float32 whatever the model's dtype.
-        model.model.rotary_emb = LlamaRotaryEmbedding(self.config).to(device)
+        fill_buffers(model, self.config, device)
         materialize(model, self.read, dtype, device)
         # (Not all stages of a pipeline have a head.)
         if self.config.tie_word_embeddings and model.lm_head:
-            model.lm_head.weight = model.model.embed_tokens.weight
+            model.lm_head.weight = embedding_of(model).weight
         return model
 
     def from_pretrained(self, dtype, device):
@@ -208,11 +223,12 @@ class Source:
     def check_names(self):
         """Missing, unexpected and misshapen tensors: the library would only warn."""
         expected, found = self.shapes, {name: file[-1] for name, file in self.files.items()}
-        both = self.config.tie_word_embeddings and found.pop(HEAD, None) and EMBEDDING in found
-        if both and not torch.equal(self.read(HEAD), self.read(EMBEDDING)):
+        embedding = self.family.embedding_weight
+        both = self.config.tie_word_embeddings and found.pop(HEAD, None) and embedding in found
+        if both and not torch.equal(self.read(HEAD), self.read(embedding)):
             raise UserError(f"{self.name}: config.json ties lm_head.weight to the embedding, "
                             "but the file has another one")  # fmt: skip
-        found = {n: s for n, s in found.items() if not n.endswith("rotary_emb.inv_freq")}
+        found = {name: shape for name, shape in found.items() if not NO_PARAMETERS.search(name)}
         for name in sorted(expected.keys() | found.keys()):
             if name not in found:
                 raise UserError(f"{self.name}: tensor {name} is missing")
@@ -248,7 +264,7 @@ class Source:
             mine = slice(max(first.start - row, 0), max(first.stop - row, 0))
             pieces.append(block[(mine, *others)].clone())
         values = torch.cat(pieces)
-        return values + 1 if name.endswith("norm.weight") else values
+        return values + 1 if NORM.search(name) else values
 
     def tokenizer(self):
         """The model's tokenizer, or None for random weights or a directory without one.
@@ -282,6 +298,18 @@ class Source:
             raise UserError(f"{self.name}: the tokenizer knows {known} tokens, the model only "
                             f"{self.config.vocab_size}")  # fmt: skip
         return tokenizer
+
+
+def find_preset(name, kinds):
+    """The settings of a random/ model. UserError where there are none, or of another kind."""
+    presets = {f"random/{preset}": {"model_type": family.kind} | settings
+               for family, of_family in ((LLAMA, PRESETS), (GPT2, GPT2_PRESETS))
+               for preset, settings in of_family.items()}  # fmt: skip
+    if name not in presets:
+        known = [preset for preset, of in presets.items() if of["model_type"] in kinds]
+        raise UserError(f"--model {name}: no such preset; there are {', '.join(known)}")
+    refuse_family(name, presets[name]["model_type"], kinds)
+    return presets[name]
 
 
 @contextmanager
@@ -361,10 +389,10 @@ def find_directory(name):
     return directory
 
 
-def read_settings(directory):
-    """config.json as transformers reads it, if it is a Llama's.
+def read_settings(directory, kinds=ONLY_LLAMA):
+    """config.json as transformers reads it, if it is one of these kinds of model.
 
-    Of another kind of model the library would build a 7B Llama, with a warning.
+    Of another kind the library would build a 7B Llama, with a warning.
     """
     from transformers import LlamaConfig
 
@@ -380,8 +408,7 @@ def read_settings(directory):
         raise UserError(f"{path}: {said}") from None
     except Exception as error:  # whatever it holds instead
         raise UserError(f"{path}: not valid JSON for a model: {error!r}") from None
-    if kind != "llama":
-        raise UserError(f"{directory}: a {kind} model; this needs model_type llama")
+    refuse_family(directory, kind, kinds)
     if settings.get("quantization_config"):
         raise UserError(f"{directory}: quantization_config: quantised models are not loaded")
     if settings.get("transformers_weights"):
@@ -393,7 +420,7 @@ def read_settings(directory):
     for name in "rope_parameters", "rope_scaling":
         if not isinstance(settings.get(name) or {}, dict):
             raise UserError(f"{path}: {name} is {settings[name]!r}, not a dict")
-    return as_transformers_4(settings) if TRANSFORMERS_4 else settings
+    return as_transformers_4(settings) if TRANSFORMERS_4 and kind == LLAMA.kind else settings
 
 
 def as_transformers_4(settings):
@@ -423,24 +450,26 @@ def read_generation(directory):
         raise UserError(f"{path}: {one_line(error)}") from None
 
 
-def rename(files, expected, tied):
+def rename(files, expected, tied, family=LLAMA):
     """What `index_files` gives, by the names that transformers finds these tensors for.
 
     A LlamaModel's tensors have no `model.` before their names, and some tools put one before all.
+    (A GPT2Model's: no `transformer.`; so it is on the hub.)
     Of tied embeddings one name is enough, but in transformers 4. expected: the model's names.
     """
-    if TRANSFORMERS_4 and (HEAD in files or any(k.startswith("model") for k in files)):
+    base = family.base
+    if TRANSFORMERS_4 and (HEAD in files or any(k.startswith(base) for k in files)):
         return files  # there, only a LlamaModel's as they are
 
     def name_of(key):
-        for name in key.removeprefix("model."), f"model.{key}":
+        for name in key.removeprefix(f"{base}."), f"{base}.{key}":
             if name in expected and name not in files:
                 return name
         return key
 
     found = {name_of(key): value for key, value in files.items()}
     if tied and HEAD in found:
-        found.setdefault(EMBEDDING, found[HEAD])
+        found.setdefault(family.embedding_weight, found[HEAD])
     return found
 
 
@@ -495,6 +524,6 @@ def read_header(path):
             raise
         raise UserError(f"{path}: damaged safetensors file ({error})") from None
     for name, dtype in dtypes.items():
-        if dtype not in ("F64", "F32", "F16", "BF16"):
+        if not NO_PARAMETERS.search(name) and dtype not in ("F64", "F32", "F16", "BF16"):
             raise UserError(f"{path}: tensor {name} is {dtype}, not a float")
     return found

@@ -1,4 +1,4 @@
-"""Shapes of Llamas whose weights are random: `--model random/NAME`."""
+"""Shapes of models whose weights are random: `--model random/NAME`."""
 
 LLAMA3_ROPE = {
     "rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -36,4 +36,16 @@ PRESETS["246m"] = dict(  # two of an article on training in parallel, with GPT-2
 PRESETS["7b"] = dict(
     hidden_size=4096, num_hidden_layers=48, num_attention_heads=32, num_key_value_heads=32,
     intermediate_size=6144, vocab_size=50257, max_position_embeddings=256,
+)  # fmt: skip
+GPT2_PRESETS = {  # what is not said is the library's own GPT2Config(), of 124,439,808 parameters
+    "gpt2": {},
+    "gpt2-small-test": dict(
+        n_embd=32, n_layer=4, n_head=4, n_positions=128, vocab_size=256, bos_token_id=0,
+        eos_token_id=0,
+    ),
+}  # fmt: skip
+# GPT-2's shape at a size that two CPU cores train in minutes.
+GPT2_PRESETS["gpt2-mini"] = dict(
+    n_embd=256, n_layer=4, n_head=4, n_positions=128, vocab_size=8192, bos_token_id=0,
+    eos_token_id=0,
 )  # fmt: skip

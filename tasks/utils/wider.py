@@ -12,8 +12,10 @@ from torch import nn
 from torch.nn.utils.parametrize import register_parametrization
 from torch.utils.checkpoint import checkpoint
 
+from utils.families import FAMILIES
 from utils.float64 import compute_in_float64
 
+LAYERS = {family.layer: family for family in FAMILIES.values()}
 WIDER = {torch.bfloat16: torch.float32, torch.float32: torch.float64}
 
 
@@ -31,8 +33,10 @@ def widen(module):
     for part in list(wide.modules()):
         for name in [name for name, _ in part.named_parameters(recurse=False)]:
             register_parametrization(part, name, Wide(dtype), unsafe=True)
-        if type(part).__name__ == "LlamaDecoderLayer":
-            part.self_attn.config.use_cache = False  # a cache would get each token twice
+        family = LAYERS.get(type(part).__name__)
+        if family:
+            attention = getattr(part, family.attention)
+            attention.config.use_cache = False  # a cache would get each token twice
             part.forward = partial(checkpoint, part.forward, use_reentrant=False)
     wide.zero_grad = partial(forget, parameters)
     wide.zero_grad()
