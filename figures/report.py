@@ -2,6 +2,7 @@
 
     python figures/report.py            # run every task, record its checks, write the tables
     python figures/report.py tp_mlp     # only this one, or these: the others' records stay
+    python figures/report.py tp_mlp_float64  # one file of outputs/ that has other commands (`MORE`)
     python figures/report.py --tables   # write the tables from the records that are there
 
 Into report.json goes, for each claim of a task, the worst of its checks; the other tables are of
@@ -32,7 +33,26 @@ PAGES = [TASKS.parent / "README.md"]
 PAGES += [HERE / f"{name}.md" for name in ("checks", "speed", "long_sequence")]
 DTYPES = "float64", "float32"
 START = "$ OMP_NUM_THREADS=1 torchrun --standalone"
-MORE = {  # script: {file in outputs/: the commands whose outputs it has, one after the other}
+ON_2, ON_4 = (f"torchrun --standalone --nproc_per_node {ranks} tasks/" for ranks in (2, 4))
+ON_1 = "torchrun --standalone --nproc_per_node 1 tasks/"
+TOO_LARGE = "pipeline_llama.py --model random/llama-3.2-1b --num-layers 8 --dtype bfloat16 " \
+    "--batch-size 2 --microbatches 2 --seq-len 128 --memory-budget 5"  # fmt: skip
+LONG = "tp_training.py --model random/small --batch-size 4 --seq-len 10000 --iterations 2 " \
+    "--memory-budget 9"  # fmt: skip
+# script: {file in outputs/: the commands whose outputs it has, one after the other}. "! " before a
+# command: it is refused, with one line.
+MORE = {
+    "tp_mlp": {"tp_mlp_float64": [f"{ON_4}tp_mlp.py --dtype float64"]},
+    "tp_attention": {"tp_attention_float64": [f"{ON_2}tp_attention.py --dtype float64"]},
+    "tp_llama": {"tp_llama_smollm2": [f"{ON_2}tp_llama.py --model smollm2"]},
+    "dtensor_llama": {"dtensor_llama_smollm2": [f"{ON_2}dtensor_llama.py --model smollm2"]},
+    "ulysses_forward": {"ulysses_forward_smollm2": [f"{ON_2}ulysses_forward.py --model smollm2"]},
+    "ulysses_finetune": {
+        "ulysses_finetune_smollm2": [f"{ON_2}ulysses_finetune.py --model smollm2"],
+    },
+    "kv_cache": {"kv_cache_smollm2": [f"{ON_2}kv_cache.py --model smollm2"]},
+    "pipeline_llama": {"pipeline_llama_budget": [f"! {ON_1}{TOO_LARGE}", f"{ON_2}{TOO_LARGE}"]},
+    "tp_training": {"tp_training_budget": [f"! {ON_1}{LONG}", f"{ON_2}{LONG}"]},
     "data_parallel": {
         "data_parallel_spawn": [
             "python tasks/data_parallel.py --spawn 2 --epochs 3 --model random/gpt2-small-test "
@@ -66,8 +86,8 @@ def record(path, scripts=()):
             found = {claim: worst(run["checks"], pattern) for claim, pattern in claims}
             whole["tasks"].setdefault(script, {})[dtype] = found
             whole["summary"].setdefault(script, {})[dtype] = overall(run["checks"])
-        for name, commands in MORE.get(script, {}).items():
-            (HERE / "outputs" / f"{name}.txt").write_text(outputs_of(commands))
+        for name in MORE.get(script, ()):
+            record_more(script, name)
         lines = [line for line in done.stdout.splitlines() if not line.startswith("note: ")]
         text = "\n".join([f"{START} {command_of(script)}", *lines]) + "\n"
         (HERE / "outputs" / f"{script}.txt").write_text(text)
@@ -76,19 +96,35 @@ def record(path, scripts=()):
     path.write_text(json.dumps(whole, indent=1) + "\n")
 
 
+def record_more(script, name):
+    """Write a file of outputs/ that has what other commands print."""
+    (HERE / "outputs" / f"{name}.txt").write_text(outputs_of(MORE[script][name]))
+
+
 def outputs_of(commands):
-    """Commands, and behind each what it prints but notes. They run in a folder of their own."""
+    """Commands, and behind each what it prints but notes. They run in a folder of their own.
+
+    Of a command that is to be refused, its line that begins with "error: ", too.
+    """
+    programs = {"python": [], "torchrun": ["-m", "torch.distributed.run"]}
     text = ""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "tasks").symlink_to(TASKS)
         for command in commands:
             print(command, flush=True)
+            refused, command = command.startswith("! "), command.removeprefix("! ")
             env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-            words = [sys.executable, *command.split()[1:]]
-            done = subprocess.run(words, stdout=subprocess.PIPE, text=True, env=env, cwd=folder)
-            if done.returncode:
-                sys.exit(f"{done.stdout[-3000:]}\nerror: {command} failed")
+            program, *words = command.split()
+            done = subprocess.run(
+                [sys.executable, *programs[program], *words],
+                capture_output=True, text=True, env=env, cwd=folder,
+            )  # fmt: skip
+            if bool(done.returncode) != refused:
+                sys.exit(f"{done.stdout[-3000:]}{done.stderr[-3000:]}\nerror: {command} "
+                         f"ended with exit code {done.returncode}")  # fmt: skip
             lines = [line for line in done.stdout.splitlines() if not line.startswith("note: ")]
+            if refused:
+                lines += [line for line in done.stderr.splitlines() if line.startswith("error: ")]
             text += "\n".join([f"$ OMP_NUM_THREADS=1 {command}", *lines]) + "\n"
     return text
 
@@ -356,13 +392,18 @@ def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("scripts", nargs="*", metavar="TASK", help="default all of them")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="default all tasks")
     parser.add_argument("--tables", action="store_true", help="run nothing; default no")
     args = parser.parse_args()
-    if unknown := set(args.scripts) - TASK.keys():
-        parser.error(f"no such task: {', '.join(sorted(unknown))}; there are {', '.join(TASK)}")
-    if not args.tables:
-        record(HERE / "report.json", args.scripts)
+    script_of = {name: script for script, names in MORE.items() for name in names}
+    known = [*TASK, *script_of]
+    if unknown := set(args.names) - set(known):
+        parser.error(f"no such task: {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+    tasks = [name for name in args.names if name in TASK]
+    for name in set(args.names) - set(tasks):
+        record_more(script_of[name], name)
+    if not args.tables and (tasks or not args.names):
+        record(HERE / "report.json", tasks)
     for page, text in filled_in().items():
         page.write_text(text)
         print(f"wrote the tables of {page}")

@@ -249,6 +249,18 @@ def test_tables():
             assert all(claim["passed"] and claim["checks"] for claim in claims.values()), claims
 
 
+STRESS, REAL = pytest.mark.stress, pytest.mark.real
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=REAL if "smollm2" in n else STRESS) for n in sorted(MORE_SHOWN)]
+)
+def test_more_outputs(name):
+    """What other commands print, in outputs/."""
+    (commands,) = [of_script[name] for of_script in report.MORE.values() if name in of_script]
+    same(MORE_SHOWN[name], report.outputs_of(commands))
+
+
 def test_criteria():
     """What the tables of wishes point to is printed as shown, or in a script."""
     tables = TEXT.split("| asked for | where it is |")[1:]
