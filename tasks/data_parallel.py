@@ -245,6 +245,8 @@ def main():
     add("--num-sequences", type=positive, default=40, help="7 of 10 to train on; default 40")
     add("--epochs", type=natural, default=2, help="of training, after the checks; default 2")
     add("--lr", type=rate, default=1e-4, help="AdamW's learning rate; default 1e-4")
+    add("--text", help="a file or URL, plain or JSON lines; default the project's own, or a book")
+    add("--tokenizer", help="tokenizer.json or its folder, see pretrain_2d.py; default the model's")
     add("--spawn", type=positive, help="so many processes, without torchrun; default none")
     add("--estimate", action="store_true", help="say what memory it wants, and stop; default no")
     start(parser.parse_args(), show)
@@ -262,7 +264,8 @@ def show(run, args):
         raise UserError("--spawn starts processes itself: without torchrun")
     if args.spawn and run.device.type == "cuda" and ranks > torch.cuda.device_count():
         raise UserError(f"--spawn {ranks}: more than there are GPUs; use --device cpu")
-    data, collate = read_samples(run, args.num_sequences, S), partial(pad, size=S)
+    data = read_samples(run, args.num_sequences, S, args.text, args.tokenizer)
+    collate = partial(pad, size=S)
     parts = [DataPartitioner(data).use(i) for i in range(2)]
     if not all(map(len, parts)):
         raise UserError(f"--num-sequences {args.num_sequences}: {len(parts[0])} to train on and "

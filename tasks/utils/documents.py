@@ -2,76 +2,159 @@
 in a row.
 """
 
+import hashlib
 import math
 import re
 from collections import Counter
+from collections.abc import Sequence
 from itertools import chain, islice, pairwise
 
 import torch
 import torch.nn.functional as F
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Subset
+from tqdm import tqdm
 
+from utils import bpe
 from utils.batches import pad
+from utils.bpe import BOT, EOT, PAD
 from utils.errors import UserError
-from utils.models import TINY
-from utils.text import encode, find_text, has_own_text, own_stories, read_some
+from utils.text import encode, find_text, has_own_text, is_url, own_stories, read_some
+from utils.text_files import TextFile, index
 
-BOT, EOT, PAD = "[BOT]", "[EOT]", "[PAD]"
 OWN = 240  # stories of the project's own, unless it is said how many
+HELD = 1000  # documents that are held out, at most
+AT_ONCE = 1000  # documents that are tokenized together
+BIGRAM = 20_000  # documents that a bigram model is made of, at most
 
 
-def load_rows(run, where, count, length, batch_size):
-    """A tokenizer, and so many documents as `Rows`: to train on, and a tenth that is held out.
+class Texts(list):
+    """Documents that are in memory, as strings; `digest` as a `TextFile`'s."""
 
-    count: None is all of a text, or OWN stories.
+    @property
+    def digest(self):
+        return hashlib.sha256("\0".join(self).encode()).hexdigest()
 
-    The tokenizer is the embedded model's, with the three tokens above. where: a file or URL, whose
-    paragraphs are the documents, none of them twice, or None: stories of the project's own. Rank 0
-    alone reads it. What is held out is whole batches, and none of it is trained on. Raises
-    UserError, on all ranks, for what cannot be read, has fewer documents, or of which a tenth is no
-    batch.
+
+def read_documents(run, where, count):
+    """(name, documents) of a text, on every rank: strings, none of them twice.
+
+    where: a file or URL, whose paragraphs, or lines of JSON, are the documents, or None: stories of
+    the project's own. Of a file only the places of the documents are kept, see `text_files`: all
+    ranks must see it. count: how many; None is all of a text, or OWN stories. Raises UserError, on
+    all ranks, for what cannot be read or has fewer documents.
     """
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(TINY, padding_side="right")
-    tokenizer.add_special_tokens({"bos_token": BOT, "eos_token": EOT, "pad_token": PAD})
-
-    source = run.source  # which all ranks must ask for together
+    source, name = run.source, f"--text {where}"  # which all ranks must ask for together
 
     def load():
-        if run.rank:
-            return None
         if where is None:
-            name, texts = f"stories of the project's own (seed {run.seed})", own_stories(run.seed)
-            texts = islice(texts, OWN) if count is None else texts
-        else:
-            name, text = find_text(where, source, 0, run.seed)
-            texts = paragraphs(text)
-        texts = list(islice(once_each(texts), count))
-        if len(texts) < (count or 1):
-            raise UserError(f"--text {name}: {len(texts)} different paragraphs, but "
-                            f"--num-documents {count or 1}")  # fmt: skip
-        return name, tokenizer(texts, verbose=False)["input_ids"]
+            stories = own_stories(run.seed)
+            return Texts(islice(once_each(stories), OWN if count is None else count))
+        if not is_url(where):
+            return index(where, count)
+        return Texts(islice(once_each(paragraphs(find_text(where, source, 0, run.seed)[1])), count))
 
-    name, documents = run.broadcast(run.together(load))
+    found = run.once("text", load)
+    documents = found if isinstance(found, Texts) else run.together(lambda: TextFile(*found))
+    if where is None:
+        name = f"stories of the project's own (seed {run.seed})"
+    if len(documents) < (count or 1):
+        raise UserError(f"{name}: {len(documents)} different documents, but --num-documents "
+                        f"{count or 1}")  # fmt: skip
+    return name.removeprefix("--text "), documents
+
+
+def find_tokenizer(run, documents, where, size):
+    """The tokenizer of a pretraining, and what to call it.
+
+    where: None is the embedded model's; else a file or folder. size: if there is none yet, it is
+    trained on the documents, with at most so many tokens, and written there; None: it must be.
+    Rank 0 alone trains it. UserError as `bpe.read_tokenizer`, and where it cannot be written.
+    """
+    vocab_size = run.source.config.vocab_size
+    if size is not None:
+        run.together(lambda: bpe.check_trainable(where, size, vocab_size))
+    if where is None:
+        return bpe.embedded_tokenizer(), "the embedded model's"
+
+    def train():
+        if bpe.file_of(where).is_file():
+            return "note: a tokenizer is there already: it is not trained again"
+        found = bpe.train_tokenizer(documents, size)
+        path, number = bpe.write_tokenizer(found, where), found.get_vocab_size()
+        return f"trained a tokenizer of {number} tokens on {len(documents)} documents: {path}"
+
+    if size is not None:
+        run.print0(run.once("tokenizer", train))
+    return run.together(lambda: bpe.read_tokenizer(where, vocab_size)), str(where)
+
+
+def load_rows(run, where, count, length, batch_size, tokenizer=None, train=None):
+    """A tokenizer, and so many documents as `Rows`: to train on, and a tenth that is held out.
+
+    where, count: see `read_documents`. tokenizer, train: see `find_tokenizer`. What is held out is
+    whole batches, HELD documents at most, and none of it is trained on. Raises UserError, on all
+    ranks, as these two do, and for documents of which a tenth is no batch.
+    """
+    name, documents = read_documents(run, where, count)
+    tokenizer, whose = find_tokenizer(run, documents, tokenizer, train)
     count = len(documents)
     if length < 3:
         raise UserError(f"--seq-len {length}: too short to compare, use 3 or more")
-    held = count // 10 // batch_size * batch_size
+    held = min(count // 10, max(HELD, batch_size)) // batch_size * batch_size
     if not held:
         raise UserError(f"{count} documents: a tenth of them, which is held out, is less than "
                         f"a batch of {batch_size}")  # fmt: skip
-    run.print0(f"text: {count} documents of {name}, {held} of them held out; tokenizer: the "
-               f"embedded model's, {len(tokenizer)} tokens")  # fmt: skip
-    first = {tuple(document[: length - 1]) for document in documents[:held]}  # as `Rows` cuts them
-    rest = [one for one in documents[held:] if tuple(one[: length - 1]) not in first]
+    run.print0(f"text: {count} documents of {name}, {held} of them held out; tokenizer: {whose}, "
+               f"{len(tokenizer)} tokens")  # fmt: skip
+    rest = run.once("rows", lambda: others(documents, held, tokenizer, length))
     if len(rest) < batch_size:
         raise UserError(f"--seq-len {length}: all but {len(rest)} documents are, cut off there, as "
                         "one that is held out")  # fmt: skip
     if len(rest) < count - held:
         run.print0(f"note: {count - held - len(rest)} documents are, cut off, as one that is held "
                    "out: they are left out")  # fmt: skip
-    return tokenizer, *(Rows(part, length, tokenizer) for part in (rest, documents[:held]))
+    parts = [Tokenized(documents, places, tokenizer) for places in (rest, torch.arange(held))]
+    return tokenizer, *(Rows(part, length, tokenizer) for part in parts)
+
+
+def others(documents, held, tokenizer, length):
+    """Places of the documents that no row of the first `held` ones equals, when cut off: int64.
+
+    It tokenizes each once, and keeps what is held out alone.
+    """
+    kept, first = [], set()
+    begins = range(0, len(documents), AT_ONCE)
+    bar = tqdm(begins, "compare with what is held out", unit=f"{AT_ONCE} documents",
+               mininterval=2.0, leave=False, disable=None)  # fmt: skip
+    for begin in bar:
+        here = range(begin, min(begin + AT_ONCE, len(documents)))
+        texts = [documents[i] for i in here]
+        for i, tokens in zip(here, tokenizer(texts, **PLAIN)["input_ids"], strict=True):
+            row = tuple(tokens[: length - 1])  # as `Rows` cuts it
+            if i < held:
+                first.add(row)
+            elif row not in first:
+                kept.append(i)
+    return torch.tensor(kept, dtype=torch.long)
+
+
+PLAIN = {"verbose": False, "add_special_tokens": False}  # of a tokenizer: no more than the text
+
+
+class Tokenized(Sequence):
+    """Tokens of some of the documents, made of the text when they are asked for: nothing is kept.
+
+    places: of these documents, 1-D int64.
+    """
+
+    def __init__(self, documents, places, tokenizer):
+        self.documents, self.places, self.tokenizer = documents, places, tokenizer
+
+    def __len__(self):
+        return len(self.places)
+
+    def __getitem__(self, i):
+        return self.tokenizer(self.documents[self.places[i].item()], **PLAIN)["input_ids"]
 
 
 def paragraphs(text):
@@ -205,15 +288,15 @@ def one_by_one(rows, device):
 def bigram_loss(rows, held, vocab_size):
     """The mean loss on `held` of a bigram model of `rows`, smoothed as suits it best.
 
-    rows, held: datasets of (ids, labels). p(b | a) = (n(a, b) + s p(b)) / (n(a) + s), and
-    p(b) = (n(b) + 1) / (n + V).
+    rows, held: datasets of (ids, labels); of rows the first BIGRAM are counted.
+    p(b | a) = (n(a, b) + s p(b)) / (n(a) + s), and p(b) = (n(b) + 1) / (n + V).
     """
 
     def tokens(of):
         return [labels[labels != -100].tolist() for _, labels in of]
 
     seen, pairs, first = Counter(), Counter(), Counter()
-    for row in tokens(rows):
+    for row in tokens(Subset(rows, range(min(len(rows), BIGRAM)))):
         seen.update(row)
         first.update(row[:-1])
         pairs.update(pairwise(row))

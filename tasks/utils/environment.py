@@ -88,10 +88,16 @@ def join_store():
     return dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store), rank
 
 
+def end_with_parent(signal_number=signal.SIGTERM):
+    """Have this process be sent a signal when the one that started it ends; on Linux."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal_number)  # 1 = PR_SET_PDEATHSIG
+
+
 def end_with_torchrun():
     """If torchrun is killed, its workers would live on, each in a session of its own."""
     if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # 1 = PR_SET_PDEATHSIG
+        end_with_parent()
         if os.getppid() == 1 and b"torch" not in Path("/proc/1/cmdline").read_bytes():
             os._exit(1)  # it is gone already, and we are an orphan
 
