@@ -26,6 +26,7 @@ def errors_of_workers():
     try:
         yield
     except UserError as error:
+        error.__traceback__ = None  # which would keep the loader and its workers
         raise UserError(str(error).strip().rpartition("UserError: ")[2]) from None
 
 
