@@ -41,7 +41,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from dtensor_llama import COLUMNS, HEADS, Local, VocabularyRows, split_loss
 from utils import pretraining
-from utils.batches import errors_of_workers, start_worker
+from utils.batches import batches_of, start_worker
 from utils.collectives import all_reduce, new_gradients, sum_in_place
 from utils.documents import load_rows
 from utils.errors import UserError
@@ -258,9 +258,8 @@ def make_batches(rows, mesh, batch_size, device, first=0, num_workers=0):
     loader = DataLoader(
         rows, batch_sampler=places, num_workers=num_workers, pin_memory=on_gpu, **ahead
     )
-    with errors_of_workers():
-        for batch in loader:
-            yield [tensor.to(device, non_blocking=on_gpu) for tensor in batch]
+    for batch in batches_of(loader):
+        yield [tensor.to(device, non_blocking=on_gpu) for tensor in batch]
 
 
 # ---------------------------------------------------------------- what is shown with it

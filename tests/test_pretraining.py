@@ -19,7 +19,7 @@ from test_tasks import QUICK, checks, passed
 from utils.checkpoint import list_checkpoints, step_of
 from utils.documents import BOT, EOT, PAD, Rows, bigram_loss, load_rows
 from utils.errors import UserError
-from utils.models import TINY
+from utils.models import TINY, Source
 from utils.sharded_checkpoint import STATES, read_region
 
 FILE = launch.TASKS / "pretrain_2d.py"
@@ -99,9 +99,7 @@ def test_nothing_held_out_is_trained_on(tmp_path):
     begins = ["One day it rained.", "A dog barked.", "My bag is blue.", "We went home."]
     text.write_text("\n\n".join(f"{begins[i // 20]} {i} more" for i in range(80)))
     said = []
-    run = SimpleNamespace(
-        rank=0, seed=0, source=SimpleNamespace(is_remote=False), print0=said.append
-    )
+    run = SimpleNamespace(rank=0, seed=0, source=Source("tiny"), print0=said.append)
     run.together, run.once = (lambda function: function()), (lambda _, function: function())
     _, rows, held = load_rows(run, str(text), None, 64, 4)
     assert (len(rows), len(held)) == (72, 8) and len(said) == 1
@@ -215,9 +213,10 @@ def test_resume(tmp_path, odd_llama):
     assert all(tensor.isfinite().all() for tensor in end.values())
     assert all(tensor.any() for name, tensor in end.items() if "exp_avg" in name)
     forgets_at_4(tmp_path, "Adam", *args)
-    shutil.rmtree(out / "step-000007")
-    again, result = train(tmp_path, *args, "--resume")
+    shutil.rmtree(out / "step-000007")  # workers read from the middle of the epoch on
+    again, result = train(tmp_path, *args, "--resume", "--num-workers", 2)
     assert "resumed after 4 steps" in result.out and again == losses
+    assert not result.survivors
     same_tensors(end, whole(out))
     again, result = train(tmp_path, *args, "--resume", mesh=(1, 2))
     assert "resumed after 7 steps" in result.out and again == losses

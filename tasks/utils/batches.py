@@ -3,7 +3,6 @@
 import os
 import signal
 from collections import Counter
-from contextlib import contextmanager
 from itertools import chain, islice, repeat
 
 import torch
@@ -20,13 +19,12 @@ def start_worker(_):
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # whose threads the rank may have had
 
 
-@contextmanager
-def errors_of_workers():
-    """What a worker says that a user got wrong, without the traceback that comes with it."""
+def batches_of(loader):
+    """The batches of a DataLoader; a worker's UserError comes without the worker's traceback."""
     try:
-        yield
+        yield from loader
     except UserError as error:
-        error.__traceback__ = None  # which would keep the loader and its workers
+        error.__traceback__ = None  # which would keep the loader's workers alive
         raise UserError(str(error).strip().rpartition("UserError: ")[2]) from None
 
 

@@ -3,6 +3,7 @@ text, byte-level BPE. Each has the tokens [BOT], [EOT] and [PAD].
 """
 
 import os
+import tempfile
 from pathlib import Path
 
 from tqdm import tqdm
@@ -73,6 +74,14 @@ def check_trainable(where, size, vocab_size):
     if not least <= size <= vocab_size:
         raise UserError(f"--train-tokenizer {size}: take {least} (the bytes and the special "
                         f"tokens) to {vocab_size} (the model's)")  # fmt: skip
+    folder = file_of(where).parent
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not file_of(where).is_file():
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+    except OSError as error:
+        raise UserError(f"--tokenizer {where}: cannot be written ({error.strerror})") from None
 
 
 def train_tokenizer(texts, size):
@@ -101,7 +110,6 @@ def write_tokenizer(tokenizer, where):
     path = file_of(where)
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         part.write_text(tokenizer.to_str(), encoding="utf-8")
         part.replace(path)
     except OSError as error:
