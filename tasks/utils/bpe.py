@@ -42,7 +42,7 @@ def read_tokenizer(where, vocab_size):
     path = file_of(where)
     if not path.is_file():
         raise UserError(f"--tokenizer {where}: no tokenizer there ({path} is no file); "
-                        "--train-tokenizer VOCABULARY_SIZE makes one")  # fmt: skip
+                        "pretrain_2d.py --train-tokenizer VOCABULARY_SIZE makes one")  # fmt: skip
     try:
         found = Tokenizer.from_file(str(path))
         vocabulary = found.get_vocab()

@@ -33,8 +33,8 @@ from utils.shards import sides_of
 from utils.step_checks import check_copies, compare_gradients
 from utils.wider import WIDER, wider_copy
 
-STEPS, STEPS_OF_LARGE = 10, 3  # at most, that are compared; of a large model fewer
-LARGE = 100e6  # parameters
+STEPS, STEPS_OF_LARGE = 10, 2  # at most, that are compared; of a large model fewer
+LARGE = 150e6  # parameters: beyond, ten of the reference's steps take longer than all else
 PART = ".result-model.part"  # of the exported model, while it is written
 
 
@@ -70,14 +70,14 @@ class Trial:
         large = number_of_parameters(run.source) > LARGE
         self.rows, self.args = rows, args
         self.steps = min(args.steps, STEPS_OF_LARGE if large else STEPS)
-        if large:
-            run.print0(f"note: a large model: {self.steps} steps are compared")
         self.references = run.references(run.load_reference())
         if args.warm_up >= args.steps:
             run.print0(f"note: --warm-up {args.warm_up} is all of --steps {args.steps}, and more")
         if run.dtype == torch.bfloat16:  # in which changes are lost that are too small for it
             self.steps = 0
             run.print0("note: in bfloat16 the first step's loss and gradients are compared alone")
+        elif large:
+            run.print0(f"note: a large model: {self.steps} steps are compared")
 
     def batch(self, run, step):
         """ids and labels, (B, S), of all ranks."""
