@@ -1,6 +1,7 @@
 """Draw what figures/pretraining_loss.py has recorded: the loss of each step, in both dtypes."""
 
 import matplotlib.pyplot as plt
+from matplotlib.ticker import MaxNLocator
 
 from canvas import RANKS, finish
 
@@ -23,5 +24,6 @@ def draw_pretraining_loss(data, path):
     axes[1].set_ylabel("bfloat16's loss - float32's")
     for axis in axes:
         axis.set_xlabel("step")
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     what = f"pretraining {data['model']} on 2 x 2 ranks, {data['batch_size']} x {data['seq_len']}"
     finish(figure, axes, f"{what} tokens a step", data, path)
