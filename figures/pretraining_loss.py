@@ -35,7 +35,7 @@ def main():
     add("--model", default="random/179m", help="default %(default)s")
     add("--seq-len", type=int, default=512, help="tokens a row; default 512")
     add("--batch-size", type=int, default=2, help="rows a step, of all ranks; default 2")
-    add("--steps", type=int, default=24, help="of training; default 24")
+    add("--steps", type=int, default=18, help="of training; default 18")
     add("--vocabulary", type=int, default=50_000, help="tokens at most; default 50000")
     add("--output", type=Path, default=HERE / "pretraining_loss.json", help="default %(default)s")
     args = parser.parse_args()
