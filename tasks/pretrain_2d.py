@@ -230,11 +230,11 @@ def train(model, mesh, batches, optimizer, schedule, replicate=False, clip=1.0):
         yield loss.item(), norm.full_tensor().item(), rate
 
 
-class Places:
-    """Of each step from `first` on, which rows are this rank's: epoch after epoch, in order.
+class BatchIndices:
+    """Yields, for each step from `first` on, the indices of this rank's rows: epoch after epoch.
 
-    sampler: of an epoch. Nothing is drawn by chance, so a step's number is its place in the data,
-    and no row before it is read again.
+    sampler: the rank's indices of one epoch. They are in order, so a step's number is its place in
+    the data: a resumed run reads no row of the steps before.
     """
 
     def __init__(self, sampler, size, first):
@@ -246,17 +246,18 @@ class Places:
 
 
 def make_batches(rows, mesh, batch_size, device, first=0, num_workers=0):
-    """A rank's share of each batch of `batch_size` rows, from step `first` on, without end.
+    """Yields this rank's share of each batch of `batch_size` rows, from step `first` on, for ever.
 
     The sampler deals over dp: the ranks along tp share one model, and must see the same texts.
-    Workers, processes of this rank, read and tokenize some batches ahead.
+    num_workers: processes of this rank that read and tokenize up to four batches each ahead. On a
+    GPU batches are copied from pinned memory, while it computes.
     """
     P, rank = mesh["dp"].size(), mesh["dp"].get_local_rank()
     sampler = DistributedSampler(rows, P, rank, shuffle=False, drop_last=True)
-    places, on_gpu = Places(sampler, batch_size // P, first), device.type == "cuda"
+    indices, on_gpu = BatchIndices(sampler, batch_size // P, first), device.type == "cuda"
     ahead = {"prefetch_factor": 4, "worker_init_fn": start_worker} if num_workers else {}
     loader = DataLoader(
-        rows, batch_sampler=places, num_workers=num_workers, pin_memory=on_gpu, **ahead
+        rows, batch_sampler=indices, num_workers=num_workers, pin_memory=on_gpu, **ahead
     )
     for batch in batches_of(loader):
         yield [tensor.to(device, non_blocking=on_gpu) for tensor in batch]

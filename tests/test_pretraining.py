@@ -4,6 +4,7 @@ import json
 import random
 import re
 import shutil
+import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -357,3 +358,19 @@ def test_it_learns(tmp_path):
     learnt = json.loads(path.read_text())["results"]
     assert learnt["held_out_loss"] < 0.6 * learnt["bigram_loss"], learnt
     assert re.search(r"which continues: \[BOT\]\w+", result.out)
+
+
+@STRESS
+def test_losses_of_two_dtypes(tmp_path):
+    """The recorder of the article's losses, and its figure, of a small model."""
+    path, script = tmp_path / "losses.json", launch.ROOT / "figures" / "pretraining_loss.py"
+    args = ["--model", "random/small", "--seq-len", 16, "--steps", 12, "--vocabulary", 400]
+    result = launch.run([sys.executable, script, *args, "--output", path])
+    assert result.code == 0, result.tail()
+    runs = json.loads(path.read_text())["runs"]
+    assert list(runs) == ["bfloat16", "float32"]
+    (low, full) = (run["losses"] for run in runs.values())
+    assert len(low) == len(full) == 12 and low != full == pytest.approx(low, abs=0.3)
+    assert full[-1] < full[0] and all(all(run["checks"].values()) for run in runs.values())
+    drawn = launch.run([sys.executable, script.with_name("draw.py"), path])
+    assert drawn.code == 0 and path.with_suffix(".png").exists(), drawn.tail()

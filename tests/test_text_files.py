@@ -161,20 +161,25 @@ class Mesh:
         return SimpleNamespace(size=lambda: self.dp, get_local_rank=lambda: self.row)
 
 
-def test_batches(tmp_path):
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: no pinned memory")
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
+def test_batches(device, tmp_path):
     """As many workers as one likes, and from whatever step on: the same batches, epoch by epoch."""
-    path, cpu = str(write_json(tmp_path / "a.jsonl", TEXTS[:43])), torch.device("cpu")
+    path, device = str(write_json(tmp_path / "a.jsonl", TEXTS[:43])), torch.device(device)
     _, rows, _ = load_rows(one_rank(), path, None, 24, 4)
     assert len(rows) == 39  # 9 batches of 4, and 3 that no epoch takes
     rows_of_step = [[rows[i][0] for i in range(4 * (step % 9), 4 * (step % 9) + 4)]
                     for step in range(30)]  # fmt: skip
     for row in range(2):
-        one = pretrain_2d.make_batches(rows, Mesh(2, row), 4, cpu)
+        one = pretrain_2d.make_batches(rows, Mesh(2, row), 4, device)
         expected = list(islice(one, 30))
         for (ids, _), of_step in zip(expected, rows_of_step, strict=True):
-            assert torch.equal(ids, torch.stack(of_step[row::2]))
+            assert ids.device.type == device.type
+            assert torch.equal(ids.cpu(), torch.stack(of_step[row::2]))
         for first, workers in (0, 2), (4, 0), (13, 0), (13, 2), (18, 1):
-            again = pretrain_2d.make_batches(rows, Mesh(2, row), 4, cpu, first, workers)
+            again = pretrain_2d.make_batches(rows, Mesh(2, row), 4, device, first, workers)
             for batch, other in zip(expected[first:], again, strict=False):
                 assert all(map(torch.equal, batch, other))
             again.close()

@@ -24,51 +24,51 @@ from utils.text_files import TextFile, index
 OWN = 240  # stories of the project's own, unless it is said how many
 HELD = 1000  # documents that are held out, at most
 AT_ONCE = 1000  # documents that are tokenized together
+PLAIN = {"verbose": False, "add_special_tokens": False}  # what a tokenizer is called with
 BIGRAM = 20_000  # documents that a bigram model is made of, at most
 
 
 class Texts(list):
-    """Documents that are in memory, as strings; `digest` as a `TextFile`'s."""
+    """Documents in memory, as strings."""
 
     @property
     def digest(self):
+        """SHA-256 of all texts, in hex."""
         return hashlib.sha256("\0".join(self).encode()).hexdigest()
 
 
 def read_documents(run, where, count):
-    """(name, documents) of a text, on every rank: strings, none of them twice.
+    """Read the documents of a text on every rank: (its name, a sequence of strings), none twice.
 
     where: a file or URL, whose paragraphs, or lines of JSON, are the documents, or None: stories of
-    the project's own. Of a file only the places of the documents are kept, see `text_files`: all
-    ranks must see it. count: how many; None is all of a text, or OWN stories. Raises UserError, on
-    all ranks, for what cannot be read or has fewer documents.
+    the project's own. A file is not held in memory (`text_files`), and all ranks must see it.
+    count: how many; None is all of a text, or OWN stories. Raises UserError, on all ranks, for what
+    cannot be read or has fewer documents.
     """
-    source, name = run.source, f"--text {where}"  # which all ranks must ask for together
+    source = run.source  # which all ranks must ask for together
 
     def load():
         if where is None:
-            stories = own_stories(run.seed)
-            return Texts(islice(once_each(stories), OWN if count is None else count))
+            return Texts(islice(once_each(own_stories(run.seed)), count or OWN))
         if not is_url(where):
             return index(where, count)
-        return Texts(islice(once_each(paragraphs(find_text(where, source, 0, run.seed)[1])), count))
+        _, text = find_text(where, source, 0, run.seed)
+        return Texts(islice(once_each(paragraphs(text)), count))
 
     found = run.once("text", load)
     documents = found if isinstance(found, Texts) else run.together(lambda: TextFile(*found))
-    if where is None:
-        name = f"stories of the project's own (seed {run.seed})"
     if len(documents) < (count or 1):
-        raise UserError(f"{name}: {len(documents)} different documents, but --num-documents "
-                        f"{count or 1}")  # fmt: skip
-    return name.removeprefix("--text "), documents
+        raise UserError(f"--text {where}: {len(documents)} different documents, but "
+                        f"--num-documents {count or 1}")  # fmt: skip
+    return where or f"stories of the project's own (seed {run.seed})", documents
 
 
 def find_tokenizer(run, documents, where, size):
-    """The tokenizer of a pretraining, and what to call it.
+    """Read the tokenizer of a pretraining, or train it: (tokenizer, what to call it).
 
-    where: None is the embedded model's; else a file or folder. size: if there is none yet, it is
-    trained on the documents, with at most so many tokens, and written there; None: it must be.
-    Rank 0 alone trains it. UserError as `bpe.read_tokenizer`, and where it cannot be written.
+    where: a file or folder; None is the embedded model's. size: where there is no tokenizer yet,
+    rank 0 trains one of at most so many tokens on the documents, and writes it there. None: one
+    must be there. Raises UserError as `bpe.read_tokenizer`, and where it cannot be written.
     """
     vocab_size = run.source.config.vocab_size
     if size is not None:
@@ -96,7 +96,6 @@ def load_rows(run, where, count, length, batch_size, tokenizer=None, train=None)
     ranks, as these two do, and for documents of which a tenth is no batch.
     """
     name, documents = read_documents(run, where, count)
-    tokenizer, whose = find_tokenizer(run, documents, tokenizer, train)
     count = len(documents)
     if length < 3:
         raise UserError(f"--seq-len {length}: too short to compare, use 3 or more")
@@ -104,23 +103,24 @@ def load_rows(run, where, count, length, batch_size, tokenizer=None, train=None)
     if not held:
         raise UserError(f"{count} documents: a tenth of them, which is held out, is less than "
                         f"a batch of {batch_size}")  # fmt: skip
+    tokenizer, whose = find_tokenizer(run, documents, tokenizer, train)
     run.print0(f"text: {count} documents of {name}, {held} of them held out; tokenizer: {whose}, "
                f"{len(tokenizer)} tokens")  # fmt: skip
-    rest = run.once("rows", lambda: others(documents, held, tokenizer, length))
+    rest = run.once("rows", lambda: indices_to_train_on(documents, held, tokenizer, length)).cpu()
     if len(rest) < batch_size:
         raise UserError(f"--seq-len {length}: all but {len(rest)} documents are, cut off there, as "
                         "one that is held out")  # fmt: skip
     if len(rest) < count - held:
         run.print0(f"note: {count - held - len(rest)} documents are, cut off, as one that is held "
                    "out: they are left out")  # fmt: skip
-    parts = [Tokenized(documents, places, tokenizer) for places in (rest, torch.arange(held))]
+    parts = [Tokenized(documents, indices, tokenizer) for indices in (rest, torch.arange(held))]
     return tokenizer, *(Rows(part, length, tokenizer) for part in parts)
 
 
-def others(documents, held, tokenizer, length):
-    """Places of the documents that no row of the first `held` ones equals, when cut off: int64.
+def indices_to_train_on(documents, held, tokenizer, length):
+    """Indices of the documents whose row is none of the first `held` documents' rows, int64.
 
-    It tokenizes each once, and keeps what is held out alone.
+    Every document is tokenized once for this. Only the rows that are held out are kept in memory.
     """
     kept, first = [], set()
     begins = range(0, len(documents), AT_ONCE)
@@ -138,23 +138,20 @@ def others(documents, held, tokenizer, length):
     return torch.tensor(kept, dtype=torch.long)
 
 
-PLAIN = {"verbose": False, "add_special_tokens": False}  # of a tokenizer: no more than the text
-
-
 class Tokenized(Sequence):
-    """Tokens of some of the documents, made of the text when they are asked for: nothing is kept.
+    """The tokens of some documents. Each is tokenized when it is asked for, and nothing is kept.
 
-    places: of these documents, 1-D int64.
+    indices: of these documents, 1-D int64.
     """
 
-    def __init__(self, documents, places, tokenizer):
-        self.documents, self.places, self.tokenizer = documents, places, tokenizer
+    def __init__(self, documents, indices, tokenizer):
+        self.documents, self.indices, self.tokenizer = documents, indices, tokenizer
 
     def __len__(self):
-        return len(self.places)
+        return len(self.indices)
 
     def __getitem__(self, i):
-        return self.tokenizer(self.documents[self.places[i].item()], **PLAIN)["input_ids"]
+        return self.tokenizer(self.documents[self.indices[i].item()], **PLAIN)["input_ids"]
 
 
 def paragraphs(text):
