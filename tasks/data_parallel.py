@@ -245,7 +245,7 @@ def main():
     add("--num-sequences", type=positive, default=40, help="7 of 10 to train on; default 40")
     add("--epochs", type=natural, default=2, help="of training, after the checks; default 2")
     add("--lr", type=rate, default=1e-4, help="AdamW's learning rate; default 1e-4")
-    add("--text", help="a file or URL, plain or JSON lines; default the project's own, or a book")
+    add("--text", help="a file, plain or JSON lines, or a URL; default own stories, or a book")
     add("--tokenizer", help="tokenizer.json or its folder, see pretrain_2d.py; default the model's")
     add("--spawn", type=positive, help="so many processes, without torchrun; default none")
     add("--estimate", action="store_true", help="say what memory it wants, and stop; default no")

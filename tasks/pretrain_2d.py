@@ -272,8 +272,8 @@ def main():
     add("--dp", type=positive, help="rows of the mesh; default the ranks / tp")
     add("--tp", type=positive, help="columns; default the ranks / dp, or 2 of an even number")
     add("--replicate", action="store_true", help="copies along dp, in place of FSDP2; default no")
-    add("--text", help="a file or URL: its paragraphs, or of JSON lines each one's \"text\", are "
-        "documents; a file is not held in memory; default the project's stories")  # fmt: skip
+    add("--text", help="documents: the paragraphs of a file or URL, or each \"text\" of a file of "
+        "JSON lines; a file is not held in memory; default the project's stories")  # fmt: skip
     add("--tokenizer", help="tokenizer.json or its folder; default the embedded model's")
     add("--train-tokenizer", type=positive, metavar="VOCABULARY_SIZE", help="train one of so many "
         "tokens on the text, byte-level BPE, if --tokenizer has none yet; default no")  # fmt: skip
