@@ -22,6 +22,7 @@ from draw_diagrams import draw_diagrams
 from draw_memory import draw_memory
 from draw_mesh_diagrams import draw_mesh_diagrams
 from draw_pipeline import draw_pipeline
+from draw_pretraining import draw_pretraining_loss
 from draw_timeline import draw_timeline
 
 HERE = Path(__file__).resolve().parent
@@ -271,7 +272,8 @@ def draw_gpu(data, records, path):
 
 
 FILES = ("report", "tp_speed", "longest", "collectives", "diagrams", "mesh_diagrams", "pipeline",
-         "data_parallel", "worker_speed", "training_memory", "ring_speed_2")  # fmt: skip
+         "data_parallel", "worker_speed", "training_memory", "ring_speed_2",
+         "pretraining_loss")  # fmt: skip
 
 
 def kind(data):
@@ -294,6 +296,8 @@ def kind(data):
         return draw_data_parallel
     if "runs" not in data:
         raise ValueError(f"not one of {', '.join(FILES)}")
+    if "float32" in data["runs"]:
+        return draw_pretraining_loss
     if any("sum_s" in run for run in data["runs"]):
         return draw_collectives
     return draw_tp_speed if "prompt_tokens" in data else draw_longest

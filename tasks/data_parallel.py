@@ -326,6 +326,8 @@ def main():
     add("--num-sequences", type=positive, default=40, help="7 of 10 to train on; default 40")
     add("--epochs", type=natural, default=2, help="of training, after the checks; default 2")
     add("--lr", type=rate, default=1e-4, help="AdamW's learning rate; default 1e-4")
+    add("--text", help="a file, plain or JSON lines, or a URL; default own stories, or a book")
+    add("--tokenizer", help="tokenizer.json or its folder, see pretrain_2d.py; default the model's")
     add("--train-only", action="store_true", help="train the model as shipped, with its dropout; "
         "compare it with no single rank, but copies with each other; default no")  # fmt: skip
     add("--spawn", type=positive, metavar="N", help="train in so many processes, started here, "
@@ -364,7 +366,8 @@ def show(run, args):
     estimate(run, B, S)
     if args.estimate:
         return
-    data, collate = read_samples(run, args.num_sequences, S), partial(pad, size=S)
+    data = read_samples(run, args.num_sequences, S, args.text, args.tokenizer)
+    collate = partial(pad, size=S)
     parts = [DataPartitioner(data).use(i) for i in range(2)]
     if not all(map(len, parts)):
         raise UserError(f"--num-sequences {args.num_sequences}: {len(parts[0])} to train on and "

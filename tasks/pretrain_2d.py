@@ -22,7 +22,7 @@ learning rates, parameters. `--output-dir DIR` keeps checkpoints, which other me
 
 import math
 from functools import partial
-from itertools import islice
+from itertools import chain, islice, repeat
 from pathlib import Path
 
 import torch
@@ -37,10 +37,11 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
 )
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from dtensor_llama import COLUMNS, HEADS, Local, VocabularyRows, split_loss
 from utils import pretraining
+from utils.batches import batches_of, start_worker
 from utils.collectives import all_reduce, new_gradients, sum_in_place
 from utils.documents import load_rows
 from utils.errors import UserError
@@ -229,17 +230,37 @@ def train(model, mesh, batches, optimizer, schedule, replicate=False, clip=1.0):
         yield loss.item(), norm.full_tensor().item(), rate
 
 
-def make_batches(rows, mesh, batch_size, device):
-    """A rank's share of each batch of `batch_size` rows, in order, again and again.
+class BatchIndices:
+    """Yields, for each step from `first` on, the indices of this rank's rows: epoch after epoch.
+
+    sampler: the rank's indices of one epoch. They are in order, so a step's number is its place in
+    the data: a resumed run reads no row of the steps before.
+    """
+
+    def __init__(self, sampler, size, first):
+        self.sampler, self.size, self.first = sampler, size, first
+
+    def __iter__(self):
+        epoch = BatchSampler(self.sampler, self.size, drop_last=True)
+        return islice(chain.from_iterable(repeat(epoch)), self.first % len(epoch), None)
+
+
+def make_batches(rows, mesh, batch_size, device, first=0, num_workers=0):
+    """Yields this rank's share of each batch of `batch_size` rows, from step `first` on, for ever.
 
     The sampler deals over dp: the ranks along tp share one model, and must see the same texts.
+    num_workers: processes of this rank that read and tokenize up to four batches each ahead. On a
+    GPU batches are copied from pinned memory, while it computes.
     """
     P, rank = mesh["dp"].size(), mesh["dp"].get_local_rank()
     sampler = DistributedSampler(rows, P, rank, shuffle=False, drop_last=True)
-    loader = DataLoader(rows, batch_size // P, sampler=sampler, drop_last=True)
-    while True:
-        for batch in loader:
-            yield [tensor.to(device) for tensor in batch]
+    indices, on_gpu = BatchIndices(sampler, batch_size // P, first), device.type == "cuda"
+    ahead = {"prefetch_factor": 4, "worker_init_fn": start_worker} if num_workers else {}
+    loader = DataLoader(
+        rows, batch_sampler=indices, num_workers=num_workers, pin_memory=on_gpu, **ahead
+    )
+    for batch in batches_of(loader):
+        yield [tensor.to(device, non_blocking=on_gpu) for tensor in batch]
 
 
 # ---------------------------------------------------------------- what is shown with it
@@ -251,11 +272,19 @@ def main():
     add("--dp", type=positive, help="rows of the mesh; default the ranks / tp")
     add("--tp", type=positive, help="columns; default the ranks / dp, or 2 of an even number")
     add("--replicate", action="store_true", help="copies along dp, in place of FSDP2; default no")
-    add("--text", help="a file or URL, a document a paragraph; default the project's stories")
+    add("--text", help="documents: the paragraphs of a file or URL, or each \"text\" of a file of "
+        "JSON lines; a file is not held in memory; default the project's stories")  # fmt: skip
+    add("--tokenizer", help="tokenizer.json or its folder; default the embedded model's")
+    add("--train-tokenizer", type=positive, metavar="VOCABULARY_SIZE", help="train one of so many "
+        "tokens on the text, byte-level BPE, if --tokenizer has none yet; default no")  # fmt: skip
+    add("--num-workers", type=natural, default=0, help="processes of each rank that read and "
+        "tokenize batches ahead; default 0: none, the rank itself does")  # fmt: skip
     add("--num-documents", type=positive, help="a tenth is held out; default all, or 240 stories")
     add("--batch-size", type=positive, default=12, help="documents a step; default 12")
     add("--seq-len", type=positive, default=56, help="tokens of a document at most; default 56")
-    add("--steps", type=positive, default=12, help="of training; default 12")
+    length = parser.add_mutually_exclusive_group().add_argument
+    length("--steps", type=positive, default=12, help="of training; default 12")
+    length("--epochs", type=positive, help="train so often on each document; default by --steps")
     add("--warm-up", type=natural, default=4, help="steps with a smaller rate; default 4")
     add("--lr", type=rate, default=1e-3, help="AdamW's largest learning rate; default 1e-3")
     add("--output-dir", type=Path, help="for checkpoints, and model/ at the end; default none")
@@ -270,7 +299,9 @@ def show(run, args):
     mesh, B = pretraining.make_mesh(run, args.dp, args.tp, args.batch_size), args.batch_size
     tp = mesh["tp"].size()
     S = -(-args.seq_len // tp) * tp  # as many tokens on each rank
-    tokenizer, rows, held = load_rows(run, args.text, args.num_documents, S, B)
+    text, of_tokens = (args.text, args.num_documents), (args.tokenizer, args.train_tokenizer)
+    tokenizer, rows, held = load_rows(run, *text, S, B, *of_tokens)
+    args.steps = pretraining.number_of_steps(run, args, rows)
     run.source.from_scratch(tokenizer)
     checkpoints.find(pretraining.identity(run, args, rows))
     trial = pretraining.Trial(run, rows, args)
@@ -285,7 +316,8 @@ def show(run, args):
         trial.check_first_step(run, model, step)
         optimizer, schedule = make_optimizer(model, args.lr, args.steps, args.warm_up)
         losses = checkpoints.resume(model, optimizer, schedule)
-        left = islice(batches(rows), len(losses), args.steps)
+        left = batches(rows, first=len(losses), num_workers=args.num_workers)
+        left = islice(left, args.steps - len(losses))
         training = train(model, mesh, left, optimizer, schedule, args.replicate)
         save = partial(checkpoints.save, model, optimizer, schedule)
         training = pretraining.saving(training, losses, args, save)

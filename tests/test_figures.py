@@ -134,7 +134,9 @@ def test_measured_elsewhere(tmp_path, capsys):
         assert [run["seconds"] for run in records.resume(path, here)["runs"]] == [5]
 
 
-@pytest.mark.parametrize("name", ["tp_speed", "longest", "sequence_speed", "ring_speed_2"])
+@pytest.mark.parametrize(
+    "name", ["tp_speed", "longest", "sequence_speed", "ring_speed_2", "pretraining_loss"]
+)
 def test_drawing(name, tmp_path):
     """The committed measurements can be drawn; a step by selective checkpoints, too."""
     files = ["ulysses_speed", "long_speed"] if name == "sequence_speed" else [name]

@@ -1019,8 +1019,8 @@ BUGS = {
         "losses of|norms of",
     ),
     "the same batch again and again": (
-        "pretrain_2d --tp 1", 2, "pretrain_2d.py", "for batch in loader:",
-        "for batch in [next(iter(loader))]:", "losses of|norms of",
+        "pretrain_2d --tp 1", 2, "pretrain_2d.py", "for batch in batches_of(loader):",
+        "for batch in repeat(next(iter(loader))):", "losses of|norms of",
     ),
     "blocks are merged as if they had the same scores": (
         "ring_attention", 2, "ring_attention.py", "(other_lse - lse).sigmoid()",

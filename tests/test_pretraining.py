@@ -4,6 +4,7 @@ import json
 import random
 import re
 import shutil
+import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ from test_tasks import QUICK, checks, passed
 from utils.checkpoint import list_checkpoints, step_of
 from utils.documents import BOT, EOT, PAD, Rows, bigram_loss, load_rows
 from utils.errors import UserError
-from utils.models import TINY
+from utils.models import TINY, Source
 from utils.sharded_checkpoint import STATES, read_region
 
 FILE = launch.TASKS / "pretrain_2d.py"
@@ -86,7 +87,7 @@ def test_meshes(dp, tp, replicate, tmp_path):
         (["--output-dir", "/no/such/folder"], 2, "--output-dir /no/such/folder: cannot be written"),
         (["--resume"], 1, "--resume needs --output-dir"),
         (["--text", "/no/such"], 2, "--text /no/such: cannot be read"),
-        (["--text", __file__, "--num-documents", 1000], 2, "paragraphs, but --num-documents 1000"),
+        (["--text", __file__, "--num-documents", 1000], 2, "documents, but --num-documents 1000"),
     ],
 )
 def test_refused(flags, nproc, message, tmp_path):
@@ -99,10 +100,8 @@ def test_nothing_held_out_is_trained_on(tmp_path):
     begins = ["One day it rained.", "A dog barked.", "My bag is blue.", "We went home."]
     text.write_text("\n\n".join(f"{begins[i // 20]} {i} more" for i in range(80)))
     said = []
-    run = SimpleNamespace(
-        rank=0, seed=0, source=SimpleNamespace(is_remote=False), print0=said.append
-    )
-    run.together, run.broadcast = (lambda function: function()), (lambda value: value)
+    run = SimpleNamespace(rank=0, seed=0, source=Source("tiny"), print0=said.append)
+    run.together, run.once = (lambda function: function()), (lambda _, function: function())
     _, rows, held = load_rows(run, str(text), None, 64, 4)
     assert (len(rows), len(held)) == (72, 8) and len(said) == 1
     _, rows, held = load_rows(run, str(text), 60, 5, 2)
@@ -200,8 +199,8 @@ FORGOTTEN = {
         "(losses|norms|rates) .*from step 4",
     ),
     "place": (
-        "pretrain_2d.py", "islice(batches(rows), len(losses), args.steps)",
-        "islice(batches(rows), args.steps - len(losses))", "(losses|norms) .*from step 4",
+        "pretrain_2d.py", "batches(rows, first=len(losses), num", "batches(rows, num",
+        "(losses|norms) .*from step 4",
     ),
 }  # fmt: skip
 
@@ -215,9 +214,10 @@ def test_resume(tmp_path, odd_llama):
     assert all(tensor.isfinite().all() for tensor in end.values())
     assert all(tensor.any() for name, tensor in end.items() if "exp_avg" in name)
     forgets_at_4(tmp_path, "Adam", *args)
-    shutil.rmtree(out / "step-000007")
-    again, result = train(tmp_path, *args, "--resume")
+    shutil.rmtree(out / "step-000007")  # workers read from the middle of the epoch on
+    again, result = train(tmp_path, *args, "--resume", "--num-workers", 2)
     assert "resumed after 4 steps" in result.out and again == losses
+    assert not result.survivors
     same_tensors(end, whole(out))
     again, result = train(tmp_path, *args, "--resume", mesh=(1, 2))
     assert "resumed after 7 steps" in result.out and again == losses
@@ -358,3 +358,19 @@ def test_it_learns(tmp_path):
     learnt = json.loads(path.read_text())["results"]
     assert learnt["held_out_loss"] < 0.6 * learnt["bigram_loss"], learnt
     assert re.search(r"which continues: \[BOT\]\w+", result.out)
+
+
+@STRESS
+def test_losses_of_two_dtypes(tmp_path):
+    """The recorder of the article's losses, and its figure, of a small model."""
+    path, script = tmp_path / "losses.json", launch.ROOT / "figures" / "pretraining_loss.py"
+    args = ["--model", "random/small", "--seq-len", 16, "--steps", 12, "--vocabulary", 400]
+    result = launch.run([sys.executable, script, *args, "--output", path])
+    assert result.code == 0, result.tail()
+    runs = json.loads(path.read_text())["runs"]
+    assert list(runs) == ["bfloat16", "float32"]
+    (low, full) = (run["losses"] for run in runs.values())
+    assert len(low) == len(full) == 12 and low != full == pytest.approx(low, abs=0.3)
+    assert full[-1] < full[0] and all(all(run["checks"].values()) for run in runs.values())
+    drawn = launch.run([sys.executable, script.with_name("draw.py"), path])
+    assert drawn.code == 0 and path.with_suffix(".png").exists(), drawn.tail()

@@ -1,24 +1,47 @@
 """Samples of unequal length, and batches of them of which each rank has its own."""
 
+import os
+import signal
 from collections import Counter
 from itertools import chain, islice, repeat
 
 import torch
 
+from utils.bpe import read_tokenizer
+from utils.environment import end_with_parent
 from utils.errors import UserError
 from utils.families import refuse_length
 from utils.text import load_sequences
 
 
-def read_samples(run, count, seq_len):
-    """So many pieces of text on all ranks, 1-D tensors of seq_len / 2 to seq_len tokens.
+def start_worker(_):
+    """The beginning of a process of a DataLoader: it ends with its rank, however that ends."""
+    end_with_parent(signal.SIGKILL)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # whose threads the rank may have had
 
-    UserError for seq_len below 3: of two tokens, some gradients are 0, and there is only rounding.
+
+def batches_of(loader):
+    """The batches of a DataLoader; a worker's UserError comes without the worker's traceback."""
+    try:
+        yield from loader
+    except UserError as error:
+        error.__traceback__ = None  # which would keep the loader's workers alive
+        raise UserError(str(error).strip().rpartition("UserError: ")[2]) from None
+
+
+def read_samples(run, count, seq_len, where=None, tokenizer=None):
+    """So many pieces of a text on all ranks, 1-D tensors of seq_len / 2 to seq_len tokens.
+
+    where: see `load_sequences`. tokenizer: see `bpe.read_tokenizer`; None is the model's. UserError
+    for seq_len below 3: of two tokens, some gradients are 0, and there is only rounding.
     """
+    if tokenizer is not None:
+        vocab_size = run.source.config.vocab_size
+        run.tokenizer = run.together(lambda: read_tokenizer(tokenizer, vocab_size))
     if seq_len < 3:
         raise UserError(f"--seq-len {seq_len}: too short to compare, use 3 or more")
     refuse_length(run.source, seq_len)
-    ids = load_sequences(run, None, count, seq_len).cpu()
+    ids = load_sequences(run, where, count, seq_len).cpu()
     generator = torch.Generator().manual_seed(run.seed)
     lengths = torch.randint(max(3, seq_len // 2), seq_len + 1, (count,), generator=generator)
     return [row[:length] for row, length in zip(ids, lengths.tolist(), strict=True)]

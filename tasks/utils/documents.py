@@ -2,76 +2,156 @@
 in a row.
 """
 
+import hashlib
 import math
 import re
 from collections import Counter
+from collections.abc import Sequence
 from itertools import chain, islice, pairwise
 
 import torch
 import torch.nn.functional as F
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Subset
+from tqdm import tqdm
 
+from utils import bpe
 from utils.batches import pad
+from utils.bpe import BOT, EOT, PAD
 from utils.errors import UserError
-from utils.models import TINY
-from utils.text import encode, find_text, has_own_text, own_stories, read_some
+from utils.text import encode, find_text, has_own_text, is_url, own_stories, read_some
+from utils.text_files import TextFile, index
 
-BOT, EOT, PAD = "[BOT]", "[EOT]", "[PAD]"
 OWN = 240  # stories of the project's own, unless it is said how many
+HELD = 1000  # documents that are held out, at most
+AT_ONCE = 1000  # documents that are tokenized together
+PLAIN = {"verbose": False, "add_special_tokens": False}  # what a tokenizer is called with
+BIGRAM = 20_000  # documents that a bigram model is made of, at most
 
 
-def load_rows(run, where, count, length, batch_size):
-    """A tokenizer, and so many documents as `Rows`: to train on, and a tenth that is held out.
+class Texts(list):
+    """Documents in memory, as strings."""
 
-    count: None is all of a text, or OWN stories.
+    @property
+    def digest(self):
+        """SHA-256 of all texts, in hex."""
+        return hashlib.sha256("\0".join(self).encode()).hexdigest()
 
-    The tokenizer is the embedded model's, with the three tokens above. where: a file or URL, whose
-    paragraphs are the documents, none of them twice, or None: stories of the project's own. Rank 0
-    alone reads it. What is held out is whole batches, and none of it is trained on. Raises
-    UserError, on all ranks, for what cannot be read, has fewer documents, or of which a tenth is no
-    batch.
+
+def read_documents(run, where, count):
+    """Read the documents of a text on every rank: (its name, a sequence of strings), none twice.
+
+    where: a file or URL, whose paragraphs, or lines of JSON, are the documents, or None: stories of
+    the project's own. A file is not held in memory (`text_files`), and all ranks must see it.
+    count: how many; None is all of a text, or OWN stories. Raises UserError, on all ranks, for what
+    cannot be read or has fewer documents.
     """
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(TINY, padding_side="right")
-    tokenizer.add_special_tokens({"bos_token": BOT, "eos_token": EOT, "pad_token": PAD})
-
     source = run.source  # which all ranks must ask for together
 
     def load():
-        if run.rank:
-            return None
         if where is None:
-            name, texts = f"stories of the project's own (seed {run.seed})", own_stories(run.seed)
-            texts = islice(texts, OWN) if count is None else texts
-        else:
-            name, text = find_text(where, source, 0, run.seed)
-            texts = paragraphs(text)
-        texts = list(islice(once_each(texts), count))
-        if len(texts) < (count or 1):
-            raise UserError(f"--text {name}: {len(texts)} different paragraphs, but "
-                            f"--num-documents {count or 1}")  # fmt: skip
-        return name, tokenizer(texts, verbose=False)["input_ids"]
+            return Texts(islice(once_each(own_stories(run.seed)), count or OWN))
+        if not is_url(where):
+            return index(where, count)
+        _, text = find_text(where, source, 0, run.seed)
+        return Texts(islice(once_each(paragraphs(text)), count))
 
-    name, documents = run.broadcast(run.together(load))
+    found = run.once("text", load)
+    documents = found if isinstance(found, Texts) else run.together(lambda: TextFile(*found))
+    if len(documents) < (count or 1):
+        raise UserError(f"--text {where}: {len(documents)} different documents, but "
+                        f"--num-documents {count or 1}")  # fmt: skip
+    return where or f"stories of the project's own (seed {run.seed})", documents
+
+
+def find_tokenizer(run, documents, where, size):
+    """Read the tokenizer of a pretraining, or train it: (tokenizer, what to call it).
+
+    where: a file or folder; None is the embedded model's. size: where there is no tokenizer yet,
+    rank 0 trains one of at most so many tokens on the documents, and writes it there. None: one
+    must be there. Raises UserError as `bpe.read_tokenizer`, and where it cannot be written.
+    """
+    vocab_size = run.source.config.vocab_size
+    if size is not None:
+        run.together(lambda: bpe.check_trainable(where, size, vocab_size))
+    if where is None:
+        return bpe.embedded_tokenizer(), "the embedded model's"
+
+    def train():
+        if bpe.file_of(where).is_file():
+            return "note: a tokenizer is there already: it is not trained again"
+        found = bpe.train_tokenizer(documents, size)
+        path, number = bpe.write_tokenizer(found, where), found.get_vocab_size()
+        return f"trained a tokenizer of {number} tokens on {len(documents)} documents: {path}"
+
+    if size is not None:
+        run.print0(run.once("tokenizer", train))
+    return run.together(lambda: bpe.read_tokenizer(where, vocab_size)), str(where)
+
+
+def load_rows(run, where, count, length, batch_size, tokenizer=None, train=None):
+    """A tokenizer, and so many documents as `Rows`: to train on, and a tenth that is held out.
+
+    where, count: see `read_documents`. tokenizer, train: see `find_tokenizer`. What is held out is
+    whole batches, HELD documents at most, and none of it is trained on. Raises UserError, on all
+    ranks, as these two do, and for documents of which a tenth is no batch.
+    """
+    name, documents = read_documents(run, where, count)
     count = len(documents)
     if length < 3:
         raise UserError(f"--seq-len {length}: too short to compare, use 3 or more")
-    held = count // 10 // batch_size * batch_size
+    held = min(count // 10, max(HELD, batch_size)) // batch_size * batch_size
     if not held:
         raise UserError(f"{count} documents: a tenth of them, which is held out, is less than "
                         f"a batch of {batch_size}")  # fmt: skip
-    run.print0(f"text: {count} documents of {name}, {held} of them held out; tokenizer: the "
-               f"embedded model's, {len(tokenizer)} tokens")  # fmt: skip
-    first = {tuple(document[: length - 1]) for document in documents[:held]}  # as `Rows` cuts them
-    rest = [one for one in documents[held:] if tuple(one[: length - 1]) not in first]
+    tokenizer, whose = find_tokenizer(run, documents, tokenizer, train)
+    run.print0(f"text: {count} documents of {name}, {held} of them held out; tokenizer: {whose}, "
+               f"{len(tokenizer)} tokens")  # fmt: skip
+    rest = run.once("rows", lambda: indices_to_train_on(documents, held, tokenizer, length)).cpu()
     if len(rest) < batch_size:
         raise UserError(f"--seq-len {length}: all but {len(rest)} documents are, cut off there, as "
                         "one that is held out")  # fmt: skip
     if len(rest) < count - held:
         run.print0(f"note: {count - held - len(rest)} documents are, cut off, as one that is held "
                    "out: they are left out")  # fmt: skip
-    return tokenizer, *(Rows(part, length, tokenizer) for part in (rest, documents[:held]))
+    parts = [Tokenized(documents, indices, tokenizer) for indices in (rest, torch.arange(held))]
+    return tokenizer, *(Rows(part, length, tokenizer) for part in parts)
+
+
+def indices_to_train_on(documents, held, tokenizer, length):
+    """Indices of the documents whose row is none of the first `held` documents' rows, int64.
+
+    Every document is tokenized once for this. Only the rows that are held out are kept in memory.
+    """
+    kept, first = [], set()
+    begins = range(0, len(documents), AT_ONCE)
+    bar = tqdm(begins, "compare with what is held out", unit=f"{AT_ONCE} documents",
+               mininterval=2.0, leave=False, disable=None)  # fmt: skip
+    for begin in bar:
+        here = range(begin, min(begin + AT_ONCE, len(documents)))
+        texts = [documents[i] for i in here]
+        for i, tokens in zip(here, tokenizer(texts, **PLAIN)["input_ids"], strict=True):
+            row = tuple(tokens[: length - 1])  # as `Rows` cuts it
+            if i < held:
+                first.add(row)
+            elif row not in first:
+                kept.append(i)
+    return torch.tensor(kept, dtype=torch.long)
+
+
+class Tokenized(Sequence):
+    """The tokens of some documents. Each is tokenized when it is asked for, and nothing is kept.
+
+    indices: of these documents, 1-D int64.
+    """
+
+    def __init__(self, documents, indices, tokenizer):
+        self.documents, self.indices, self.tokenizer = documents, indices, tokenizer
+
+    def __len__(self):
+        return len(self.indices)
+
+    def __getitem__(self, i):
+        return self.tokenizer(self.documents[self.indices[i].item()], **PLAIN)["input_ids"]
 
 
 def paragraphs(text):
@@ -205,15 +285,15 @@ def one_by_one(rows, device):
 def bigram_loss(rows, held, vocab_size):
     """The mean loss on `held` of a bigram model of `rows`, smoothed as suits it best.
 
-    rows, held: datasets of (ids, labels). p(b | a) = (n(a, b) + s p(b)) / (n(a) + s), and
-    p(b) = (n(b) + 1) / (n + V).
+    rows, held: datasets of (ids, labels); of rows the first BIGRAM are counted.
+    p(b | a) = (n(a, b) + s p(b)) / (n(a) + s), and p(b) = (n(b) + 1) / (n + V).
     """
 
     def tokens(of):
         return [labels[labels != -100].tolist() for _, labels in of]
 
     seen, pairs, first = Counter(), Counter(), Counter()
-    for row in tokens(rows):
+    for row in tokens(Subset(rows, range(min(len(rows), BIGRAM)))):
         seen.update(row)
         first.update(row[:-1])
         pairs.update(pairwise(row))

@@ -89,13 +89,19 @@ def join_store():
     return dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store), rank
 
 
+def end_with_parent(signal_number=signal.SIGTERM):
+    """Have this process be sent a signal when the one that started it ends; on Linux."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal_number)  # 1 = PR_SET_PDEATHSIG
+
+
 def end_with_torchrun():
     """If torchrun is killed, its workers would live on, each in a session of its own.
 
     The same holds for a script that starts its ranks itself: see `processes`.
     """
     if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # 1 = PR_SET_PDEATHSIG
+        end_with_parent()
         script = multiprocessing.parent_process()  # None under torchrun
         if script:
             orphan = os.getppid() != script.pid

@@ -240,6 +240,20 @@ class Run(Comparison):
             raise UserError(errors[0])
         return result
 
+    def once(self, what, function):
+        """function() of rank 0 alone, on all ranks, which wait however long it takes.
+
+        what: for once. Raises UserError on all ranks as `together`.
+        """
+
+        def work():
+            try:
+                return function() if self.rank == 0 else None
+            finally:
+                self.watch.wait_for_all(what)
+
+        return self.broadcast(self.together(work))
+
     @cached_property
     def source(self):
         """The `Source` that --model names; one rank of each machine downloads it."""

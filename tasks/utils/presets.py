@@ -37,6 +37,10 @@ PRESETS["7b"] = dict(
     hidden_size=4096, num_hidden_layers=48, num_attention_heads=32, num_key_value_heads=32,
     intermediate_size=6144, vocab_size=50257, max_position_embeddings=256,
 )  # fmt: skip
+PRESETS["179m"] = dict(  # of an article on pretraining with tensor parallelism and FSDP2
+    hidden_size=768, num_hidden_layers=12, num_attention_heads=12, num_key_value_heads=3,
+    intermediate_size=3072, vocab_size=50000, max_position_embeddings=2048,
+)  # fmt: skip
 GPT2_PRESETS = {  # what is not said is the library's own GPT2Config(), of 124,439,808 parameters
     "gpt2": {},
     "gpt2-small-test": dict(

@@ -1,5 +1,6 @@
 """Pretraining: held against a single rank's, told of, beside a bigram model, and exported."""
 
+import hashlib
 import logging
 import math
 import shutil
@@ -15,18 +16,25 @@ from torch.linalg import vector_norm
 from tqdm import tqdm
 from transformers import LlamaForCausalLM
 
-from utils.checkpoint import fingerprint, fingerprint_of_config, swap
+from utils.checkpoint import fingerprint_of_config, swap
 from utils.collectives import all_reduce
 from utils.documents import bigram_loss
 from utils.errors import UserError
 from utils.float64 import compute_in_float64
 from utils.measure import peak_memory_of_process
-from utils.model_checks import error_of_mean, mean_loss, plain_loss, token_losses
+from utils.model_checks import (
+    error_of_mean,
+    mean_loss,
+    number_of_parameters,
+    plain_loss,
+    token_losses,
+)
 from utils.shards import sides_of
 from utils.step_checks import check_copies, compare_gradients
 from utils.wider import WIDER, wider_copy
 
-STEPS = 10  # at most, that are compared
+STEPS, STEPS_OF_LARGE = 10, 2  # at most, that are compared; of a large model fewer
+LARGE = 150e6  # parameters: beyond, ten of the reference's steps take longer than all else
 PART = ".result-model.part"  # of the exported model, while it is written
 
 
@@ -59,13 +67,17 @@ class Trial:
     """
 
     def __init__(self, run, rows, args):
-        self.rows, self.args, self.steps = rows, args, min(args.steps, STEPS)
+        large = number_of_parameters(run.source) > LARGE
+        self.rows, self.args = rows, args
+        self.steps = min(args.steps, STEPS_OF_LARGE if large else STEPS)
         self.references = run.references(run.load_reference())
         if args.warm_up >= args.steps:
             run.print0(f"note: --warm-up {args.warm_up} is all of --steps {args.steps}, and more")
         if run.dtype == torch.bfloat16:  # in which changes are lost that are too small for it
             self.steps = 0
             run.print0("note: in bfloat16 the first step's loss and gradients are compared alone")
+        elif large:
+            run.print0(f"note: a large model: {self.steps} steps are compared")
 
     def batch(self, run, step):
         """ids and labels, (B, S), of all ranks."""
@@ -192,13 +204,26 @@ def check_fully_split(run, model, whole):
     run.check("weights, all split over dp", [(count, 0 * count)], tolerance=0.0)
 
 
+def number_of_steps(run, args, rows):
+    """--steps, or those of so many --epochs of the rows, each of whole batches."""
+    if args.epochs is None:
+        return args.steps
+    batches = len(rows) // args.batch_size
+    run.print0(f"{args.epochs} epochs of {batches} steps")
+    return args.epochs * batches
+
+
 def identity(run, args, rows):
     """What must be the same for a checkpoint to be continued."""
     names = "steps", "lr", "warm_up", "batch_size", "num_documents", "dtype", "seed"
     flags = {f"--{name.replace('_', '-')}": getattr(args, name) for name in names}
-    text = fingerprint([rows[i][0] for i in range(len(rows))])
-    config = fingerprint_of_config(run.source.config)
-    return flags | {"--seq-len": rows.length, "text": text, "config": config}
+    tokenizer = rows.documents.tokenizer.backend_tokenizer.to_str()
+    return flags | {
+        "--seq-len": rows.length,
+        "text": rows.documents.documents.digest,
+        "tokenizer": hashlib.sha256(tokenizer.encode()).hexdigest(),
+        "config": fingerprint_of_config(run.source.config),
+    }
 
 
 def saving(training, losses, args, save):

@@ -20,7 +20,7 @@ ENOUGH = 10**7  # characters; no more of a text is turned into tokens, unless mo
 # be long. The same words in prose, or without these stars, are no mark.
 MARK = re.compile(
     r"^\*\*\* ?(START|END) OF TH(?:E|IS) PROJECT GUTENBERG EBOOK.*?"
-    r"(?:\n(?!\*\*\*|[ \t]*$).*?){0,2}?\*\*\*[ \t]*$", re.MULTILINE
+    r"(?:\n(?!\*\*\*|[ \t\r]*$).*?){0,2}?\*\*\*[ \t\r]*$", re.MULTILINE
 )  # fmt: skip
 
 
@@ -78,6 +78,10 @@ def has_own_text(where, source):
 
 def find_text(where, source, needed, seed):
     """The text, and what to call it."""
+    from utils.text_files import has_json_lines, read_json_lines  # which imports this module
+
+    if where is not None and not is_url(where) and has_json_lines(where):
+        return where, read_json_lines(where, max(ENOUGH, 100 * needed))
     if where is not None and not is_url(where):
         return between_marks(where, decode(read_file(where), where))
     if has_own_text(where, source):
@@ -153,14 +157,21 @@ def fetch(url):
     return content
 
 
-def decode(content, name):
-    """Text of UTF-8 bytes: no byte-order mark, LF line ends, no NULs."""
+def decode(content, name, begin=0):
+    """Text of UTF-8 bytes: no byte-order mark, and as `plain`. begin: their offset in the file."""
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         kind = "UTF-16" if content[:2] in (b"\xff\xfe", b"\xfe\xff") else "not UTF-8"
-        raise UserError(f"--text {name}: {kind}: byte {content[error.start]:#04x} at offset "
-                        f"{error.start}; convert it, as with iconv -t utf-8") from None  # fmt: skip
+        where = f"byte {content[error.start]:#04x} at offset {begin + error.start}"
+        raise UserError(
+            f"--text {name}: {kind}: {where}; convert it, as with iconv -t utf-8"
+        ) from None
+    return plain(text)
+
+
+def plain(text):
+    """It with LF line ends and without NULs."""
     return text.replace("\r\n", "\n").replace("\r", "\n").replace("\0", "")
 
 
