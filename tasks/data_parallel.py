@@ -262,25 +262,35 @@ def spawn(world_size, args):
 FILE = "model{rank}_gradients.safetensors"
 
 
-def write_gradients(run, folder, model):
-    """Write this rank's gradients to a file of `folder`, in place of what an earlier run wrote.
+def together(run, folder, function):
+    """function() on every rank; UserError on all of them if one cannot write to `folder`."""
 
-    UserError where that cannot be written. Called by all ranks.
-    """
+    def attempt():
+        try:
+            function()
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"--gradients-dir {folder}: cannot be written ({error})") from None
+
+    run.together(attempt)
+
+
+def empty_folder(run, folder):
+    """Make the folder, without the files of an earlier run, which may have had more ranks."""
 
     def prepare():
         if run.rank == 0:
             folder.mkdir(parents=True, exist_ok=True)
-            for path in folder.glob(FILE.format(rank="*")):  # there may have been more ranks
+            for path in folder.glob(FILE.format(rank="*")):
                 path.unlink()
 
+    together(run, folder, prepare)
+
+
+def write_gradients(run, folder, model):
+    """Write this rank's gradients to a file of `folder`. Called by all ranks."""
     grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     path = folder / FILE.format(rank=run.rank)
-    try:
-        run.together(prepare)
-        run.together(partial(save_file, grads, path))
-    except (UserError, SafetensorError) as error:
-        raise UserError(f"--gradients-dir {folder}: cannot be written ({error})") from None
+    together(run, folder, partial(save_file, grads, path))
     run.print_in_order(f"gradients of the first batch (rank={run.rank}): {path}")
 
 
@@ -366,6 +376,8 @@ def show(run, args):
     estimate(run, B, S)
     if args.estimate:
         return
+    if args.gradients_dir:  # before the work: it may not be writable
+        empty_folder(run, args.gradients_dir)
     data = read_samples(run, args.num_sequences, S, args.text, args.tokenizer)
     collate = partial(pad, size=S)
     parts = [DataPartitioner(data).use(i) for i in range(2)]
