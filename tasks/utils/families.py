@@ -129,6 +129,19 @@ def without_dropout(config):
     return rates
 
 
+def use_dropout(model, rates):
+    """Give a GPT-2 its dropouts again, and let it train with them.
+
+    rates: by their names in the configuration, see `without_dropout`.
+    """
+    modules = {"drop": "embd_pdrop", "attn_dropout": "attn_pdrop", "resid_dropout": "resid_pdrop",
+               "dropout": "resid_pdrop"}  # fmt: skip
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Dropout):
+            module.p = rates[modules[name.rpartition(".")[2]]]
+    model.train()
+
+
 def fill_buffers(model, config, device):
     """Build the buffers that no checkpoint holds, of a model that was made on the meta device.
 
