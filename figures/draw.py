@@ -17,7 +17,7 @@ from matplotlib.ticker import LogLocator, NullFormatter
 
 from canvas import finish
 from claims import TASK
-from draw_data import draw_data_parallel
+from draw_data import draw_data_parallel, draw_worker_speed
 from draw_diagrams import draw_diagrams
 from draw_memory import draw_memory
 from draw_mesh_diagrams import draw_mesh_diagrams
@@ -271,7 +271,7 @@ def draw_gpu(data, records, path):
 
 
 FILES = ("report", "tp_speed", "longest", "collectives", "diagrams", "mesh_diagrams", "pipeline",
-         "data_parallel", "training_memory", "ring_speed_2")  # fmt: skip
+         "data_parallel", "worker_speed", "training_memory", "ring_speed_2")  # fmt: skip
 
 
 def kind(data):
@@ -280,6 +280,8 @@ def kind(data):
         return draw_checks
     if "profiles" in data:
         return draw_memory
+    if "workers" in data:
+        return draw_worker_speed
     if "ring" in data.get("results", {}):
         return draw_mesh_diagrams
     if "sizes" in data.get("results", {}):

@@ -1,10 +1,11 @@
-"""Draw what figures/data_speed.py has measured; times and throughput as the course has them."""
+"""Draw what figures/data_speed.py and figures/worker_speed.py have measured."""
 
 import statistics
 
 import matplotlib.pyplot as plt
 
 from canvas import RANKS, finish
+from worker_speed import metrics
 
 PARTS = "weights", "gradients", "Adam's states", "kept for the backward"
 
@@ -46,3 +47,32 @@ def draw_data_parallel(data, path):
     axes[2].legend(fontsize=7, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.12))
     what = f"data parallelism, {data['model']}, {ranks} ranks"
     finish(figure, axes, what, data | data["versions"] | results, path)
+
+
+def draw_worker_speed(data, path):
+    """Two figures, one a metric of the course: path with _time and with _tokens in its name."""
+    of = {int(workers): metrics(jobs) for workers, jobs in data["workers"].items()}
+    least, cores = min(of), data["machine"]["cores"]
+    titles = {"time": "training time of an epoch, seconds", "tokens": "tokens per second"}
+    for place, (name, title) in enumerate(titles.items()):
+        figure, axis = plt.subplots(figsize=(7, 4))
+        alone = statistics.mean(of[least][place])
+        for x, (workers, both) in enumerate(of.items()):
+            values = both[place]
+            spread = statistics.stdev(values) if len(values) > 1 else 0
+            axis.bar(x, statistics.mean(values), 0.6, color=RANKS[0][0], yerr=spread, capsize=4,
+                     ecolor="#555555")  # fmt: skip
+            axis.text(x, 0, f"{statistics.mean(values):,.4g} \u00b1 {spread:,.2g}", ha="center",
+                      va="bottom", color="white")  # fmt: skip
+            times = workers / least
+            ideal = alone / times if name == "time" else alone * times
+            axis.plot([x - 0.3, x + 0.3], [ideal, ideal], "k--",
+                      label=f"{least} worker, by the workers" if x == 0 else None)  # fmt: skip
+        labels = [f"{w} workers, batch {w * data['batch_size']}" for w in of]
+        on = "one GPU each" if data["machine"]["gpus"] else f"{cores} cores, one thread each"
+        axis.set_xticks(range(len(of)), labels)
+        axis.set(title=title, xlabel=f"mean and standard deviation of epochs; {on}")
+        axis.legend(frameon=False)
+        what = f"data parallelism, {data['model']}, {data['seq_len']} tokens"
+        finish(figure, [axis], what, data | data["versions"],
+               path.with_name(f"{path.stem}_{name}.png"))  # fmt: skip

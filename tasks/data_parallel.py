@@ -16,39 +16,51 @@ embedding, last norm and head stay whole until the backward, and are sent twice.
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 2 tasks/data_parallel.py
 
-checks each against a single-rank run of the unmodified model, and trains with it. Plain
+checks each against a single-rank run of the unmodified model, and trains with it.
 
-    python tasks/data_parallel.py --spawn 2
+    python tasks/data_parallel.py --spawn 2 --epochs 3 --gradients-dir gradients
+    python tasks/data_parallel.py --compare-gradients gradients
 
-starts processes as the course does, which write their gradients to files, and compares these.
+The first starts processes as the course does, without torchrun. They train by hand, with the same
+checks, and write the gradients of the first batch. The second compares these files to the bit.
 """
 
 import os
 import random
-import tempfile
-from functools import partial
+import sys
+from functools import partial, singledispatch
 from itertools import accumulate, pairwise
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.elastic.utils.distributed import get_free_port
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.multiprocessing import Process, set_start_method
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
-from utils.batches import Batches, check_partitions, gather_batch, join, pad, read_samples
+from utils.batches import Batches, check_partitions, gather_batch, pad, read_samples
 from utils.checkpoint import fingerprint
 from utils.collectives import all_reduce, check_mesh, group_of_axis, sum_in_place
+from utils.environment import fail, read_environment
 from utils.epochs import estimate, expect_training, print_workers, train
 from utils.errors import UserError
-from utils.families import ALL_FAMILIES, layers_of
+from utils.families import ALL_FAMILIES, layers_of, restore_dropout
 from utils.flags import make_parser, natural, positive, rate
 from utils.job import start
 from utils.model_checks import token_losses
+from utils.processes import (
+    ADDRESS,
+    PORT,
+    ended_together,
+    environment,
+    open_store,
+    variables,
+    wait_for_all,
+)
 from utils.shards import shard_range
 from utils.step_checks import Reference, check_copies
 
@@ -87,8 +99,8 @@ class DataPartitioner:
         return Partition(self.data, self.parts[partition])
 
 
-def partition_dataset(rank, world_size, dataset, batch_size=128, collate_fn=None):
-    """A rank's samples, in batches of its share of batch_size: a DataLoader.
+def partition_of_rank(rank, world_size, dataset, batch_size=128, collate_fn=None):
+    """Return the DataLoader of a rank's samples, in batches of the rank's share of batch_size.
 
     Where shares are unequal, so are the partitions: all ranks come to their ends together, but for
     the last batches, of which some ranks may have none. ValueError for a batch of fewer than ranks.
@@ -101,18 +113,34 @@ def partition_dataset(rank, world_size, dataset, batch_size=128, collate_fn=None
     return DataLoader(partitioner.use(rank), shares[rank], collate_fn=collate_fn)
 
 
+@singledispatch
+def partition_dataset(dataset, batch_size=128, collate_fn=None):
+    """Return this rank's DataLoader and its batch size, by the process group's rank and world size.
+
+    128 samples on 4 ranks are 32 on each: see `partition_of_rank`.
+    """
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    loader = partition_of_rank(rank, world_size, dataset, batch_size, collate_fn)
+    return loader, loader.batch_size
+
+
+# The course's starter code calls it with rank and world size first, and wants the loader alone.
+partition_dataset.register(int, partition_of_rank)
+
+
 # ---------------------------------------------------------------- the technique: gradients
 
 
-def average_gradients(model, mesh):
+def average_gradients(model, mesh=None):
     """Every gradient becomes its mean over the ranks of a mesh of one axis, in place.
 
+    Without a mesh over all ranks of the process group.
     Between the backward and the optimizer; the same bits on all ranks. With several microbatches,
     once after the last backward or after each: the mean of what is a mean already is the same.
     A parameter that some ranks did not use counts as 0 there; one that no rank used keeps no
     gradient. DTensors may be split over another axis; of this one, `check_mesh` raises ValueError.
     """
-    group = group_of_axis(mesh)
+    group = group_of_axis(mesh) if mesh else dist.group.WORLD
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not parameters:
         return
@@ -125,7 +153,7 @@ def average_gradients(model, mesh):
     parameters = [parameter for parameter in parameters if parameter.grad is not None]
     sum_in_place([parameter.grad for parameter in parameters], group)
     for parameter in parameters:
-        parameter.grad /= mesh.size()
+        parameter.grad /= group.size()
 
 
 def forward_backward(model, batch, group):
@@ -193,45 +221,97 @@ STRATEGIES = "by-hand", "ddp", "zero1", "fsdp2"
 # ---------------------------------------------------------------- as the course starts it
 
 
-def setup(rank, world_size, backend, port=11868):
-    """Join the other processes of this machine."""
-    print(f"Starting worker {rank}/{world_size} with master address localhost:{port}", flush=True)
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+def setup(rank, world_size, backend, **settings):
+    """Join the other processes: at localhost:11868, if the environment names no other place.
+
+    settings: more of `dist.init_process_group`.
+    """
+    os.environ.setdefault("MASTER_ADDR", ADDRESS)
+    os.environ.setdefault("MASTER_PORT", str(PORT))
     if backend == "nccl":
-        torch.cuda.set_device(rank)
-    dist.init_process_group(backend, rank=rank, world_size=world_size)
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    dist.init_process_group(backend, rank=rank, world_size=world_size, **settings)
 
 
-def compute_gradients(rank, world_size, backend, port, load_model, batches, folder):
-    """What each process does: its averaged gradients become a file."""
-    setup(rank, world_size, backend, port)
-    device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
-    mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=("dp",))
-    model, batch = load_model(device), [tensor.to(device) for tensor in batches[rank]]
-    forward_backward(model, batch, group_of_axis(mesh))
-    average_gradients(model, mesh)
-    grads = {name: parameter.grad for name, parameter in model.named_parameters()}
-    save_file(grads, f"{folder}/model{rank}_gradients.safetensors")
-    dist.destroy_process_group()
+def train_in_process(args):
+    """What each process does: it sets up, trains, and checks, as each rank of torchrun does."""
+    start(args, show, setup)
 
 
-def compare_processes(run, number, train_data, batch_size, collate):
-    """Start so many, and hold their files against each other and the single rank's gradients."""
-    loaders = [partition_dataset(r, number, train_data, batch_size, collate) for r in range(number)]
-    batches = [next(iter(loader), collate([])) for loader in loaders]
-    reference = Reference(run, [tensor.to(run.device) for tensor in join(batches)])
-    backend = "nccl" if run.device.type == "cuda" else "gloo"
-    load_model, model = partial(run.source.load_model, run.dtype), run.load_model()
-    with tempfile.TemporaryDirectory() as folder:
-        args = number, backend, get_free_port(), load_model, batches, folder
-        multiprocessing.spawn(compute_gradients, args, number)
-        files = [load_file(f"{folder}/model{rank}_gradients.safetensors") for rank in range(number)]
-    for rank, grads in enumerate(files):
-        pairs = [(grads[name], grad) for name, grad in files[0].items()]
+def spawn(world_size, args):
+    """Create, start and join so many processes; the exit code of the first that fails, or 0."""
+    set_start_method("spawn", force=True)  # a forked process could not use CUDA
+    store, note = open_store()
+    if note:
+        print(f"note: {note}", flush=True)
+    if world_size > 1:  # as torchrun does: processes share the cores
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+    processes = []
+    with ended_together(processes):
+        for rank in range(world_size):
+            process = Process(target=train_in_process, args=(args,), name=f"rank {rank}")
+            with environment(variables(rank, world_size, store.port)):
+                process.start()
+            processes.append(process)
+        return wait_for_all(processes)  # which joins them
+
+
+# ---------------------------------------------------------------- gradients in files
+
+
+FILE = "model{rank}_gradients.safetensors"
+
+
+def write_gradients(run, folder, model):
+    """Write this rank's gradients to a file of `folder`, in place of what an earlier run wrote.
+
+    UserError where that cannot be written. Called by all ranks.
+    """
+
+    def prepare():
+        if run.rank == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            for path in folder.glob(FILE.format(rank="*")):  # there may have been more ranks
+                path.unlink()
+
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    path = folder / FILE.format(rank=run.rank)
+    try:
+        run.together(prepare)
+        run.together(partial(save_file, grads, path))
+    except (UserError, SafetensorError) as error:
+        raise UserError(f"--gradients-dir {folder}: cannot be written ({error})") from None
+    run.print_in_order(f"gradients of the first batch (rank={run.rank}): {path}")
+
+
+def read_gradients(folder):
+    """{rank: {parameter's name: gradient}} of the files of `folder`. UserError for bad ones."""
+    paths, before, files = sorted(folder.glob(FILE.format(rank="*"))), len("model"), {}
+    for path in paths:
+        try:
+            files[int(path.name[before:].split("_")[0])] = load_file(path)
+        except (OSError, ValueError, SafetensorError) as error:
+            raise UserError(f"{path}: cannot be read ({error})") from None
+    if sorted(files) != list(range(len(files))) or len(files) < 2:
+        raise UserError(f"--compare-gradients {folder}: {len(files)} files {FILE.format(rank='N')},"
+                        " but of ranks 0 to N, 2 or more, one each is needed")  # fmt: skip
+    return dict(sorted(files.items()))
+
+
+def compare_files(run, args):
+    """Check that the files of all ranks have the same gradients, to the bit."""
+    folder = args.compare_gradients
+    first, *others = read_gradients(folder).values()
+    run.print0(f"{folder}: gradients of {len(first)} parameters, by {1 + len(others)} ranks")
+    for rank, grads in enumerate(others, 1):
+        if {n: (g.shape, g.dtype) for n, g in grads.items()} != {
+            n: (g.shape, g.dtype) for n, g in first.items()
+        }:
+            raise UserError(f"{folder}: the file of rank {rank} has other tensors than rank 0's")
+        pairs = [(grads[name], grad) for name, grad in first.items()]
+        differ = sum(fingerprint([a]) != fingerprint([b]) for a, b in pairs)  # -0 is no 0
+        pairs.append((torch.tensor(float(differ)), torch.tensor(0.0)))
         run.check(f"process {rank}: the gradients' bits are process 0's", pairs, tolerance=0.0)
-    for name, parameter in model.named_parameters():
-        parameter.grad = files[0][name].to(run.device)
-    reference.compare_gradients(run, "processes", model)
 
 
 # ---------------------------------------------------------------- what is shown with it
@@ -240,15 +320,40 @@ def compare_processes(run, number, train_data, batch_size, collate):
 def main():
     parser = make_parser(__doc__, kinds=ALL_FAMILIES)
     add = parser.add_argument
-    add("--strategy", choices=["all", *STRATEGIES], default="all", help="default all of them")
+    add("--strategy", choices=["all", *STRATEGIES], help="default all; with --spawn by-hand")
     add("--batch-size", type=positive, default=8, help="sequences, of all ranks; default 8")
     add("--seq-len", type=positive, default=64, help="tokens of the longest; default 64")
     add("--num-sequences", type=positive, default=40, help="7 of 10 to train on; default 40")
     add("--epochs", type=natural, default=2, help="of training, after the checks; default 2")
     add("--lr", type=rate, default=1e-4, help="AdamW's learning rate; default 1e-4")
-    add("--spawn", type=positive, help="so many processes, without torchrun; default none")
+    add("--train-only", action="store_true", help="train the model as shipped, with its dropout; "
+        "compare it with no single rank, but copies with each other; default no")  # fmt: skip
+    add("--spawn", type=positive, metavar="N", help="train in so many processes, started here, "
+        "without torchrun; they meet at localhost:11868, at the next port that is free, or at "
+        "MASTER_PORT; default none")  # fmt: skip
+    add("--gradients-dir", type=Path, metavar="DIR", help="each rank writes there the averaged "
+        "gradients of the first batch, model{rank}_gradients.safetensors; of by-hand; default "
+        "none")  # fmt: skip
+    add("--compare-gradients", type=Path, metavar="DIR", help="compare the files that "
+        "--gradients-dir has written there, on one rank, and stop; default none")  # fmt: skip
     add("--estimate", action="store_true", help="say what memory it wants, and stop; default no")
-    start(parser.parse_args(), show)
+    args = parser.parse_args()
+    world_size = read_environment()
+    if args.compare_gradients:
+        if world_size > 1 or args.spawn:
+            fail("--compare-gradients compares files in one process, without torchrun or --spawn")
+        start(args, compare_files)
+    if args.spawn and world_size > 1:
+        fail("--spawn starts processes itself: without torchrun")
+    world_size = args.spawn or world_size
+    if args.batch_size < world_size and not args.estimate:
+        fail(f"--batch-size {args.batch_size}: fewer sequences than {world_size} ranks")
+    args.strategy = args.strategy or ("by-hand" if args.spawn else "all")
+    if args.gradients_dir and args.strategy not in ("all", "by-hand"):
+        fail("--gradients-dir writes the gradients of --strategy by-hand")
+    if args.spawn:
+        sys.exit(spawn(args.spawn, args))
+    start(args, show)
 
 
 def show(run, args):
@@ -257,38 +362,56 @@ def show(run, args):
     estimate(run, B, S)
     if args.estimate:
         return
-    if B < (ranks := args.spawn or P):  # noqa: SIM300
-        raise UserError(f"--batch-size {B}: fewer sequences than {ranks} ranks")
-    if args.spawn and P > 1:
-        raise UserError("--spawn starts processes itself: without torchrun")
-    if args.spawn and run.device.type == "cuda" and ranks > torch.cuda.device_count():
-        raise UserError(f"--spawn {ranks}: more than there are GPUs; use --device cpu")
     data, collate = read_samples(run, args.num_sequences, S), partial(pad, size=S)
     parts = [DataPartitioner(data).use(i) for i in range(2)]
     if not all(map(len, parts)):
         raise UserError(f"--num-sequences {args.num_sequences}: {len(parts[0])} to train on and "
                         f"{len(parts[1])} to validate; each needs one")  # fmt: skip
-    if args.spawn:
-        return compare_processes(run, args.spawn, parts[0], B, collate)
     print_workers(run)
-    loaders = [partition_dataset(run.rank, P, part, B, collate) for part in parts]
+    loaders = [partition_dataset(part, B, collate)[0] for part in parts]
     mesh, batches = run.mesh("dp"), [Batches(run, loader, collate) for loader in loaders]
     check_partitions(run, data, parts, batches)
-    *_, last = batches[0]  # of which ranks may have unequal numbers of sequences, or none
-    mine, whole = gather_batch(run, last)
-    reference = Reference(run, whole)
-    expected = expect_training(run, reference, batches, args.epochs, args.lr)
+    steps, reference, expected = list(batches[0]), None, None
+    if args.train_only:
+        restore_dropout(run.source)
+        if any(run.source.dropout.values()):
+            run.print0("note: nothing is compared with one rank: dropout is as shipped")
+    else:
+        # In the last batch ranks may have unequal numbers of sequences, or none.
+        batch = steps[0] if args.gradients_dir else steps[-1]
+        mine, whole = gather_batch(run, batch)
+        reference = Reference(run, whole)
+        expected = expect_training(run, reference, batches, args.epochs, args.lr)
     for strategy in STRATEGIES if args.strategy == "all" else [args.strategy]:
-        replica, unsplit = Replica(run, strategy, mesh), () if strategy == "fsdp2" else ("",)
-        run.check_weights(strategy, replica.model, reference.models, whole=unsplit)
+        replica = Replica(run, strategy, mesh)
+        if reference:
+            unsplit = () if strategy == "fsdp2" else ("",)
+            run.check_weights(strategy, replica.model, reference.models, whole=unsplit)
         if strategy == "by-hand":
-            check_average(run, replica, next(iter(batches[0])))
-        step, embedding = partial(replica.step, last), replica.model.get_input_embeddings()
-        reference.check_step(run, strategy, replica.model, step, embedding,
-                             rows=mine, times=P, optimizer=replica.optimizer)  # fmt: skip
+            check_average(run, replica, steps[0])
+            if args.gradients_dir:
+                check_files(run, replica, steps[0], args.gradients_dir, reference)
+        if reference:
+            step, embedding = partial(replica.step, batch), replica.model.get_input_embeddings()
+            reference.check_step(run, strategy, replica.model, step, embedding,
+                                 rows=mine, times=P, optimizer=replica.optimizer)  # fmt: skip
+            del step, embedding
         if args.epochs:
-            train(run, strategy, replica, batches, args.epochs, args.lr, expected, reference.own)
-        del replica, step, embedding  # before the next one's
+            own = reference.own if reference else 0.0
+            train(run, strategy, replica, batches, args.epochs, args.lr, expected, own)
+        del replica  # before the next one's
+
+
+def check_files(run, replica, batch, folder, reference):
+    """Each rank's gradients of a batch go to a file; the file has the single rank's gradients."""
+    replica.step(batch)
+    write_gradients(run, folder, replica.model)
+    if reference:
+        grads = load_file(folder / FILE.format(rank=run.rank), device=str(run.device))
+        for name, parameter in replica.model.named_parameters():
+            parameter.grad = grads.get(name)
+        reference.compare_gradients(run, "by-hand, in files", replica.model)
+    replica.model.zero_grad()
 
 
 def check_average(run, replica, batch):

@@ -53,7 +53,7 @@ from utils.families import (
     family_of,
     layers_of,
     norm_of,
-    use_dropout,
+    restore_dropout,
 )
 from utils.flags import make_parser, natural, positive, rate
 from utils.job import start
@@ -531,18 +531,14 @@ def show(run, args):
 
 
 class Trainer:
-    """A model, on several devices, in one of the MODES: what `train_epoch` and `validate` call.
-
-    rates: GPT-2's dropouts while it trains, by their names in its configuration; {} for none.
-    """
+    """A model, on several devices, in one of the MODES: what `train_epoch` and `validate` call."""
 
     def __init__(self, run, args, mode, stops, devices):
         self.model, self.devices, self.records = run.load_model(), devices, []
         self.split = ModelParallel(self.model, stops, devices)
         if mode == PIPELINE_PARALLEL:
             self.split._prepare_pipeline_parallel(args.split_size)
-        if args.dropout:
-            use_dropout(self.model, run.source.dropout)
+        self.model.train(args.dropout)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=args.lr)
         self.optimizer.register_step_post_hook(lambda *_: synchronize(devices))
 
@@ -562,8 +558,9 @@ class Trainer:
     @torch.no_grad()
     def logits(self, ids, mask):
         training = self.model.training
-        logits = self.split.eval()(ids).to(ids.device)
-        self.split.train(training)
+        self.model.eval()
+        logits = self.split(ids).to(ids.device)
+        self.model.train(training)
         return logits
 
 
@@ -582,6 +579,7 @@ def show_training(run, args, devices):
     if args.dropout and not any(run.source.dropout.values()):
         raise UserError(f"--dropout: {args.model} has none")
     if args.dropout:
+        restore_dropout(run.source)
         run.print0("note: dropout as shipped: nothing is compared, but that the loss falls")
     elif number_of_parameters(run.source) > LARGE:
         run.print0(f"note: training is compared of models up to {LARGE / 1e6:.0f} M parameters")

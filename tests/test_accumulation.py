@@ -317,7 +317,7 @@ BUGS = {
         "pretraining",
     ),
     "an average is a sum": (
-        "replicas", "data_parallel.py", "parameter.grad /= mesh.size()", "pass", "data parallel",
+        "replicas", "data_parallel.py", "parameter.grad /= group.size()", "pass", "data parallel",
     ),
     "a sum is not remembered": (
         "wrong_use", "collectives.py", "{ranks, *others}", "set(others)", "sums over these ranks",

@@ -789,8 +789,8 @@ BUGS = {
         "random.Random(seed + dist.get_rank())", "samples that",
     ),
     "gradients are divided twice": (
-        "data_parallel --strategy by-hand", 2, "data_parallel.py", "parameter.grad /= mesh.size()",
-        "parameter.grad /= mesh.size() ** 2", "by-hand: gradients",
+        "data_parallel --strategy by-hand", 2, "data_parallel.py", "parameter.grad /= group.size()",
+        "parameter.grad /= group.size() ** 2", "by-hand: gradients",
     ),
     "gradients stay each rank's own": (
         "data_parallel --strategy by-hand", 2, "data_parallel.py",

@@ -6,6 +6,7 @@ And how it ends with one error line for all ranks.
 import ctypes
 import datetime
 import json
+import multiprocessing
 import os
 import signal
 import sys
@@ -89,11 +90,19 @@ def join_store():
 
 
 def end_with_torchrun():
-    """If torchrun is killed, its workers would live on, each in a session of its own."""
+    """If torchrun is killed, its workers would live on, each in a session of its own.
+
+    The same holds for a script that starts its ranks itself: see `processes`.
+    """
     if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # 1 = PR_SET_PDEATHSIG
-        if os.getppid() == 1 and b"torch" not in Path("/proc/1/cmdline").read_bytes():
-            os._exit(1)  # it is gone already, and we are an orphan
+        script = multiprocessing.parent_process()  # None under torchrun
+        if script:
+            orphan = os.getppid() != script.pid
+        else:
+            orphan = os.getppid() == 1 and b"torch" not in Path("/proc/1/cmdline").read_bytes()
+        if orphan:
+            os._exit(1)  # it is gone already
 
 
 def end_sibling(rank):

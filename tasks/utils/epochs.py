@@ -94,15 +94,21 @@ def train(run, strategy, replica, batches, epochs, lr, expected=None, own=0.0):
     replica: `step(batch)` fills in the gradients and returns this rank's part of the loss first;
     `optimizer(parameters, kind, ...)`, `logits(ids, mask)`, and `model`, which has the parameters.
     batches: to train on, and to validate with. expected, own: the references' losses, and their
-    error at least, see `Run.compare`.
+    error at least, see `Run.compare`. Without them the model has its configuration's dropout.
     """
+    dropout = not expected
+    if dropout:
+        torch.manual_seed(run.seed + run.rank)  # ranks drop out other numbers
+    replica.model.train(dropout)
     optimizer = replica.optimizer(replica.model.parameters(), torch.optim.AdamW, lr=lr)
     activations = bytes_kept(replica.model, partial(replica.step, next(iter(batches[0]))))
     records = run.results.setdefault("epochs", {})[strategy] = []
 
     def all_epochs():
         for epoch in range(epochs):
+            replica.model.train(dropout)
             mine = train_epoch(run, replica, optimizer, batches[0], epoch)
+            replica.model.eval()
             mine["validation_loss"] = validate(run, replica, batches[1])
             run.print_in_order(
                 f"Epoch {epoch} (rank={run.rank}): Training Time = {mine['training_time_s']:.3f} s,"

@@ -129,17 +129,12 @@ def without_dropout(config):
     return rates
 
 
-def use_dropout(model, rates):
-    """Give a GPT-2 its dropouts again, and let it train with them.
-
-    rates: by their names in the configuration, see `without_dropout`.
+def restore_dropout(source):
+    """Give a `models.Source` the dropouts of its configuration again: models that are loaded now
+    have them, where they train.
     """
-    modules = {"drop": "embd_pdrop", "attn_dropout": "attn_pdrop", "resid_dropout": "resid_pdrop",
-               "dropout": "resid_pdrop"}  # fmt: skip
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Dropout):
-            module.p = rates[modules[name.rpartition(".")[2]]]
-    model.train()
+    for name, rate in source.dropout.items():
+        setattr(source.config, name, rate)
 
 
 def fill_buffers(model, config, device):

@@ -44,13 +44,13 @@ os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 # ---------------------------------------------------------------- starting and ending
 
 
-def start(args, body):
+def start(args, body, init_process_group=dist.init_process_group):
     """Join the other ranks, call body(run, args), and end the process by the contract.
 
     Works under torchrun and, as world size 1, without it. It never returns: if all checks of the
     body passed, each rank prints `Tests passed` and exits with code 0. A `UserError` becomes one
     error line and exit code 2. A rank that waits --timeout seconds in a collective gives up, and
-    says for whom.
+    says for whom. init_process_group: a script's own, called as `torch.distributed`'s is.
     """
     prepare_process(args.deterministic)
     world_size = read_environment()
@@ -66,8 +66,8 @@ def start(args, body):
     # The watch says who is late, before these end; shared memory's group says so itself.
     timeout = datetime.timedelta(seconds=args.timeout + SPARE_S * (backend != NAME))
     try:
-        dist.init_process_group(
-            backend, store=store, rank=rank, world_size=world_size, timeout=timeout,
+        init_process_group(
+            backend=backend, store=store, rank=rank, world_size=world_size, timeout=timeout,
             device_id=device if backend == "nccl" else None,
         )  # fmt: skip
         run = Run(args, device, watch)

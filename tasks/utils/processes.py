@@ -1,0 +1,116 @@
+"""Ranks that a script starts itself, as `torch.multiprocessing.Process`es of this machine.
+
+Each gets the variables that torchrun would set, so that `job.start` works in it as it does there.
+This process holds the store at which they meet. When one of them fails, it ends the others.
+"""
+
+import os
+import signal
+import sys
+from contextlib import contextmanager
+from multiprocessing.connection import wait
+
+import torch.distributed as dist
+
+from utils.environment import fail, when_stopped
+
+ADDRESS, PORT = "localhost", 11868  # by default; the neighbour course's
+TRIED = 100  # ports, from that one on
+PATIENCE_S = 5  # between asking a process to stop and killing it
+
+
+def open_store():
+    """The store at which the processes meet, and a note if its port is not the expected one.
+
+    MASTER_PORT is obeyed, and `fail` ends the script if that port is taken. Without it the store is
+    at PORT, or at the next port that is free, so that two jobs can run side by side.
+    """
+    wanted = os.environ.get("MASTER_PORT")
+    if wanted is not None and not (wanted.isdigit() and 0 < int(wanted) < 2**16):
+        fail(f"MASTER_PORT={wanted}: no such port")
+    first = int(wanted or PORT)
+    for port in range(first, first + (1 if wanted else TRIED)):
+        try:
+            store = dist.TCPStore(ADDRESS, port, is_master=True, wait_for_workers=False)
+        except dist.DistNetworkError as error:
+            if "EADDRINUSE" not in str(error):
+                fail(f"{ADDRESS}:{port}: no store there ({error})")
+        else:
+            taken = f"port {first} is taken: the processes meet at port {port}"
+            return store, taken if port != first else None
+    fail(f"port {port} is taken" if wanted else f"the ports from {first} to {port} are taken: "
+         "set MASTER_PORT to one that is free")  # fmt: skip
+
+
+def variables(rank, world_size, port):
+    """{name: value} of what torchrun would set for this rank, on one machine."""
+    values = {
+        "RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0,
+        "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size, "GROUP_WORLD_SIZE": 1,
+        "MASTER_ADDR": ADDRESS, "MASTER_PORT": port,
+        "TORCHELASTIC_RUN_ID": f"processes of {os.getpid()}", "TORCHELASTIC_RESTART_COUNT": 0,
+        # The store is in this process, for rank 0, too.
+        "TORCHELASTIC_USE_AGENT_STORE": True,
+    }  # fmt: skip
+    return {name: str(value) for name, value in values.items()}
+
+
+@contextmanager
+def environment(values):
+    """Within it the environment has these values, too; a process started here inherits them."""
+    before = os.environ.copy()
+    os.environ |= values
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ |= before
+
+
+@contextmanager
+def ended_together(processes):
+    """At its end, whatever it is, no process of this list lives; each is asked first, then killed.
+
+    A signal that would stop this process raises SystemExit in it, and so ends them, too.
+    """
+
+    def handler(number, frame):
+        when_stopped(signal.SIG_IGN)  # the end has begun
+        sys.exit(128 + number)
+
+    when_stopped(handler)
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.terminate()
+        for process in processes:
+            process.join(PATIENCE_S)
+            process.kill()
+            process.join()
+
+
+def wait_for_all(processes):
+    """Wait for the end of all processes, or for the first that fails; its exit code, else 0.
+
+    processes: by rank. One error line names who failed and how. A process that has ended with code
+    2 has written its error line itself.
+    """
+    running = list(processes)
+    while running:
+        wait([process.sentinel for process in running])
+        failed = [process for process in running if process.exitcode]
+        if failed:
+            return report(processes, min(failed, key=lambda process: process.exitcode))
+        running = [process for process in running if process.exitcode is None]
+    return 0
+
+
+def report(processes, failed):
+    """Print how a process ended, if it has not done so itself; its exit code, 1 for a signal."""
+    code = failed.exitcode
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+    if code != 2:
+        print(f"error: process {processes.index(failed)} of {len(processes)} ({failed.pid}) {how}; "
+              "the others are ended, too", file=sys.stderr, flush=True)  # fmt: skip
+    return max(code, 1)
