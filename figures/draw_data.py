@@ -55,7 +55,7 @@ def draw_worker_speed(data, path):
     least, cores = min(of), data["machine"]["cores"]
     titles = {"time": "training time of an epoch, seconds", "tokens": "tokens per second"}
     for place, (name, title) in enumerate(titles.items()):
-        figure, axis = plt.subplots(figsize=(7, 4))
+        figure, axis = plt.subplots(figsize=(9, 4))
         alone = statistics.mean(of[least][place])
         for x, (workers, both) in enumerate(of.items()):
             values = both[place]
@@ -64,11 +64,11 @@ def draw_worker_speed(data, path):
                      ecolor="#555555")  # fmt: skip
             axis.text(x, 0, f"{statistics.mean(values):,.4g} \u00b1 {spread:,.2g}", ha="center",
                       va="bottom", color="white")  # fmt: skip
-            times = workers / least
+            times = workers / least if data["machine"]["gpus"] else min(workers, cores) / least
             ideal = alone / times if name == "time" else alone * times
             axis.plot([x - 0.3, x + 0.3], [ideal, ideal], "k--",
-                      label=f"{least} worker, by the workers" if x == 0 else None)  # fmt: skip
-        labels = [f"{w} workers, batch {w * data['batch_size']}" for w in of]
+                      label="one worker's, by the devices" if x == 0 else None)  # fmt: skip
+        labels = [f"{w} worker{'s' * (w > 1)}, batch {w * data['batch_size']}" for w in of]
         on = "one GPU each" if data["machine"]["gpus"] else f"{cores} cores, one thread each"
         axis.set_xticks(range(len(of)), labels)
         axis.set(title=title, xlabel=f"mean and standard deviation of epochs; {on}")

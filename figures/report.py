@@ -9,9 +9,12 @@ the JSON files beside it. In its page each table stands between two comments tha
 
 import argparse
 import json
+import os
 import re
 import statistics
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -28,6 +31,15 @@ PAGES = [TASKS.parent / "README.md"]
 PAGES += [HERE / f"{name}.md" for name in ("checks", "speed", "long_sequence")]
 DTYPES = "float64", "float32"
 START = "$ OMP_NUM_THREADS=1 torchrun --standalone"
+MORE = {  # script: {file in outputs/: the commands whose outputs it has, one after the other}
+    "data_parallel": {
+        "data_parallel_spawn": [
+            "python tasks/data_parallel.py --spawn 2 --epochs 3 --model random/gpt2-small-test "
+            "--gradients-dir gradients",
+            "python tasks/data_parallel.py --compare-gradients gradients",
+        ],
+    },
+}
 
 
 # ---------------------------------------------------------------- recording
@@ -50,10 +62,29 @@ def record(path):
             found = {claim: worst(run["checks"], pattern) for claim, pattern in claims}
             whole["tasks"].setdefault(script, {})[dtype] = found
             whole["summary"].setdefault(script, {})[dtype] = overall(run["checks"])
+        for name, commands in MORE.get(script, {}).items():
+            (HERE / "outputs" / f"{name}.txt").write_text(outputs_of(commands))
         lines = [line for line in done.stdout.splitlines() if not line.startswith("note: ")]
         text = "\n".join([f"{START} {command_of(script)}", *lines]) + "\n"
         (HERE / "outputs" / f"{script}.txt").write_text(text)
     path.write_text(json.dumps(whole, indent=1) + "\n")
+
+
+def outputs_of(commands):
+    """Commands, and behind each what it prints but notes. They run in a folder of their own."""
+    text = ""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "tasks").symlink_to(TASKS)
+        for command in commands:
+            print(command, flush=True)
+            env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+            words = [sys.executable, *command.split()[1:]]
+            done = subprocess.run(words, stdout=subprocess.PIPE, text=True, env=env, cwd=folder)
+            if done.returncode:
+                sys.exit(f"{done.stdout[-3000:]}\nerror: {command} failed")
+            lines = [line for line in done.stdout.splitlines() if not line.startswith("note: ")]
+            text += "\n".join([f"$ OMP_NUM_THREADS=1 {command}", *lines]) + "\n"
+    return text
 
 
 def command_of(script):

@@ -342,6 +342,7 @@ def main():
     if args.compare_gradients:
         if world_size > 1 or args.spawn:
             fail("--compare-gradients compares files in one process, without torchrun or --spawn")
+        args.model = "none"
         start(args, compare_files)
     if args.spawn and world_size > 1:
         fail("--spawn starts processes itself: without torchrun")

@@ -873,6 +873,17 @@ BUGS = {
         "data_parallel --strategy ddp", 2, "epochs.py", "run.gather(sums).sum(0)", "sums",
         "losses of the training",
     ),
+    "gradients go to their file before the average": (
+        "data_parallel --strategy by-hand", 2, "data_parallel.py",
+        "    replica.step(batch)\n    write_gradients(",
+        "    forward_backward(replica.model, batch, replica.group)\n    write_gradients(",
+        "by-hand, in files: gradients",
+    ),
+    "a file has the gradients of another batch": (
+        "data_parallel --strategy by-hand", 2, "data_parallel.py",
+        "check_files(run, replica, steps[0],", "check_files(run, replica, steps[-1],",
+        "by-hand, in files: gradients",
+    ),
     "FSDP2 forgets the embedding": (
         "data_parallel --strategy fsdp2", 2, "data_parallel.py",
         "    fully_shard(model, mesh=mesh)\n", "", "none whole that should be split",
@@ -1167,6 +1178,7 @@ def refuse_planted(name, tmp_path, odd_llama, rounding=None):
     args = [] if check == "golden" else arguments(script, odd_llama)
     args += ["--overfit", 60] if check in ("losses while overfitting", "last loss") else []
     args += paragraphs(tmp_path) if "--pack" in flags else []
+    args += ["--gradients-dir", tmp_path / "gradients"] if ", in files: " in check else []
     refused(tmp_path, script, nproc, args + flags, check, rounding)
 
 

@@ -29,8 +29,11 @@ VARIES = (
 )
 OWN = rf"{START}--nproc_per_node (\d) tasks/(\w+)\.py([^\\]*)"
 # Each task's own command, which test_tasks.py runs, and what is shown of what that prints.
-SHOWN, OWN_COMMANDS = {}, []
+SHOWN, OWN_COMMANDS, MORE_SHOWN = {}, [], {}
 for path in (FIGURES / "outputs").iterdir():
+    if path.stem not in launch.SCRIPTS:  # of other commands: see `report.MORE`
+        MORE_SHOWN[path.stem] = path.read_text()
+        continue
     command, printed = path.read_text().removeprefix("$ ").split("\n", 1)
     nproc, script, flags = re.fullmatch(OWN, command).groups()
     SHOWN[script] = int(nproc), flags.split(), printed
@@ -121,6 +124,7 @@ def test_every_task_is_shown():
     assert all(fenced.count(command) == 1 for command in OWN_COMMANDS)
     assert all(f"(figures/outputs/{script}.txt)" in TEXTS[PAGES[0]] for script in SHOWN)
     assert all("Tests passed (rank=0)" in printed for *_, printed in SHOWN.values())
+    assert {name for of_script in report.MORE.values() for name in of_script} == MORE_SHOWN.keys()
 
 
 LONG = re.compile("long_speed|ulysses_speed|decoding")  # what they do, other tests do, too
@@ -249,7 +253,7 @@ def test_criteria():
     assert len(tables) == 2
     table = "".join(text.split("\n\n")[0] for text in tables)
     sources = "".join(file.read_text() for file in launch.TASKS.rglob("*.py")).lower()
-    printed = "".join(printed for *_, printed in SHOWN.values())
+    printed = "".join([printed for *_, printed in SHOWN.values()] + [*MORE_SHOWN.values()])
     for text in re.findall(r"`([^`]*)`", table):
         if not text.startswith(("tasks/", "tests/", "make ", "--")):
             assert text in printed or text.lower().removeprefix("check ") in sources, text

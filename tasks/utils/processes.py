@@ -75,19 +75,20 @@ def ended_together(processes):
     """
 
     def handler(number, frame):
-        when_stopped(signal.SIG_IGN)  # the end has begun
         sys.exit(128 + number)
 
     when_stopped(handler)
     try:
         yield
     finally:
+        when_stopped(signal.SIG_IGN)
         for process in processes:
             process.terminate()
         for process in processes:
             process.join(PATIENCE_S)
             process.kill()
             process.join()
+        when_stopped(signal.SIG_DFL)
 
 
 def wait_for_all(processes):
