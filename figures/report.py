@@ -39,6 +39,13 @@ MORE = {  # script: {file in outputs/: the commands whose outputs it has, one af
             "python tasks/data_parallel.py --compare-gradients gradients",
         ],
     },
+    "pipeline_threads": {
+        "pipeline_threads_gpt2": [
+            "python tasks/pipeline_threads.py --model random/gpt2-small-test --repeats 0",
+            "python tasks/pipeline_threads.py --model random/gpt2-small-test "
+            "--model-parallel-mode both",
+        ],
+    },
 }
 
 

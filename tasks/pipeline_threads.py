@@ -671,20 +671,21 @@ def train_one(run, trainer, batches, epoch):
 
 
 def summarize(run, trainers):
-    """Of each mode, mean and median over its epochs but the first, which warms up; the speedup."""
+    """Of each mode the mean over its epochs but the first, which warms up; of two the speedup."""
     run.results["epochs"] = {mode: trainer.records for mode, trainer in trainers.items()}
-    counted = {mode: trainer.records[1:] or trainer.records for mode, trainer in trainers.items()}
     times = {}
-    for mode, records in counted.items():
-        times[mode] = [record["training_time_s"] for record in records]
-        speeds = [record["tokens_per_second"] for record in records]
-        run.print0(f"{mode}: an epoch takes {mean_and_deviation(times[mode], '.3f')} s, "
-                   f"tokens_per_second={mean_and_deviation(speeds, '.0f')}, of {len(records)} "
-                   f"after {len(trainers[mode].records) - len(records)} to warm up")  # fmt: skip
+    for mode, trainer in trainers.items():
+        counted = trainer.records[1:] or trainer.records
+        warm_up = len(trainer.records) - len(counted)
+        times[mode] = [record["training_time_s"] for record in counted]
+        speeds = [record["tokens_per_second"] for record in counted]
+        run.print0(f"time of an epoch, {mode}: {mean_and_deviation(times[mode], '.3f')} s, of "
+                   f"{len(counted)} after {warm_up} to warm up")  # fmt: skip
+        run.print0(f"tokens_per_second={mean_and_deviation(speeds, '.0f')}, {mode}")
     if len(times) == 2:
-        run.print0(f"speedup: {ratio(times[MODEL_PARALLEL], times[PIPELINE_PARALLEL])} times as "
-                   "fast by the pipeline")  # fmt: skip
-        say_if_short(run, times[MODEL_PARALLEL])
+        speedup = ratio(times[MODEL_PARALLEL], times[PIPELINE_PARALLEL])
+        run.print0(f"time by the pipeline, speedup: {speedup} times as fast")
+    say_if_short(run, next(iter(times.values())))
 
 
 if __name__ == "__main__":

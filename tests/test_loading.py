@@ -343,7 +343,9 @@ def test_gpt2_directory(masks, gpt2):
 def test_gpt2_refused(gpt2):
     """By the scripts that take only Llamas, and where it is damaged or is no decoder alone."""
     for name in str(gpt2), "random/gpt2":
-        with pytest.raises(UserError, match="a gpt2 model; this needs model_type llama.*data_para"):
+        with pytest.raises(
+            UserError, match=r"a gpt2 model; this needs model_type llama \(data_par"
+        ):
             Source(name)
     change_config(gpt2, add_cross_attention=True)
     with pytest.raises(UserError, match="add_cross_attention"):

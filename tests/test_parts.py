@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch.distributed.run import get_args_parser
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import launch
@@ -24,6 +24,8 @@ import tp_attention
 from conftest import make_llama
 from utils import environment, job, measure
 from utils.checks import covered
+from utils.families import ALL_FAMILIES, DROPOUTS, count_parameters, restore_dropout
+from utils.model_checks import number_of_parameters
 from utils.models import TINY, Source
 from utils.presets import LLAMA3_ROPE, PRESETS
 from utils.shards import keep_shard, shard_heads, shard_of, shard_range
