@@ -67,7 +67,7 @@ def draw_worker_speed(data, path):
             times = workers / least if data["machine"]["gpus"] else min(workers, cores) / least
             ideal = alone / times if name == "time" else alone * times
             axis.plot([x - 0.3, x + 0.3], [ideal, ideal], "k--",
-                      label="one worker's, by the devices" if x == 0 else None)  # fmt: skip
+                      label="perfect scaling" if x == 0 else None)  # fmt: skip
         labels = [f"{w} worker{'s' * (w > 1)}, batch {w * data['batch_size']}" for w in of]
         on = "one GPU each" if data["machine"]["gpus"] else f"{cores} cores, one thread each"
         axis.set_xticks(range(len(of)), labels)

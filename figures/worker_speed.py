@@ -52,7 +52,7 @@ def main():
     for turn in range(args.rounds):
         first = turn % len(args.workers)
         for workers in args.workers[first:] + args.workers[:first]:
-            print(f"round {turn}: {workers} workers", flush=True)
+            print(f"round {turn}: {workers} worker(s)", flush=True)
             record = train(workers, args)
             of_epochs = record["results"]["epochs"]["by-hand"]
             runs[workers].append([[{key: mine[key] for key in KEPT} for mine in everyone]
@@ -64,7 +64,7 @@ def main():
     args.json.write_text(json.dumps(whole, indent=1) + "\n")
     for workers, jobs in runs.items():
         seconds, tokens = metrics(jobs)
-        print(f"{workers} workers, batch {workers * args.batch_size}: training time "
+        print(f"{workers} worker(s), batch {workers * args.batch_size}: training time "
               f"{mean_and_deviation(seconds, '.2f')} s, tokens per second "
               f"{mean_and_deviation(tokens, '.0f')}, of {len(seconds)} epochs")  # fmt: skip
 
@@ -83,7 +83,7 @@ def train(workers, args):
             stdout=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
         )  # fmt: skip
         if done.returncode:
-            sys.exit(f"{done.stdout[-3000:]}\nerror: {workers} workers failed")
+            sys.exit(f"{done.stdout[-3000:]}\nerror: {workers} worker(s) failed")
         return json.loads(path.read_text())
 
 

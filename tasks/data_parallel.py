@@ -338,7 +338,8 @@ def main():
         "--gradients-dir has written there, on one rank, and stop; default none")  # fmt: skip
     add("--estimate", action="store_true", help="say what memory it wants, and stop; default no")
     args = parser.parse_args()
-    world_size = read_environment()
+    # With --spawn MASTER_PORT alone says where the processes meet.
+    world_size = 1 if args.spawn and "RANK" not in os.environ else read_environment()
     if args.compare_gradients:
         if world_size > 1 or args.spawn:
             fail("--compare-gradients compares files in one process, without torchrun or --spawn")

@@ -3,6 +3,7 @@
 import contextlib
 import importlib.util
 import json
+import statistics
 import sys
 import threading
 import time
@@ -23,6 +24,7 @@ import one_step
 import records
 import tolerance
 import tp_speed
+import worker_speed
 from draw_diagrams import TITLES, Diagram
 from draw_mesh_diagrams import MeshPicture
 from draw_ring import RingPicture
@@ -146,6 +148,25 @@ def test_drawing(name, tmp_path):
             data["long_speed"]["results"]["selective checkpoint, tiled loss and MLP"] = steps
 
 
+def test_thread_speed(tmp_path):
+    """Both modes train, an epoch each in turns; the first warms up; a figure for each metric."""
+    path, file = tmp_path / "speed.json", launch.ROOT / "figures" / "thread_speed.py"
+    sizes = ["--seq-len", 16, "--batch-size", 6, "--split-size", 2, "--num-sequences", 20]
+    model = ["--model", "random/gpt2-small-test", "--epochs", 3]
+    result = launch.run([sys.executable, file, *model, *sizes, "--json", path])
+    assert result.code == 0, result.tail()
+    data = json.loads(path.read_text())
+    for mode in "model_parallel", "pipeline_parallel":
+        epochs = data["modes"][mode]
+        seconds = [one["training_time_s"] for one in epochs]
+        assert [one["epoch"] for one in epochs] == [0, 1, 2] and min(seconds) > 0
+        median = f"{mode}: training time {statistics.median(seconds[1:]):.2f} s, tokens per second"
+        assert median in result.out, result.tail()
+    draw.kind(data)(data, tmp_path / "speed.png")
+    for metric in "time", "tokens":
+        assert (tmp_path / f"speed_{metric}.png").stat().st_size > 10_000
+
+
 def test_contenders_of_the_longest_sequence():
     """Each is started with flags that its script knows, and is estimated to hold more than ours."""
     config = longest.Source("random/small").config
@@ -200,6 +221,54 @@ def test_measured_on_ranks(script, flags, tmp_path):
     result = launch.ranks(file, *flags, nproc=nproc, folder=tmp_path)
     assert result.code == 0 and result.out.count("Tests passed") == nproc, result.tail()
     assert json.loads((tmp_path / "record.json").read_text())
+
+
+def test_worker_speed(monkeypatch, tmp_path, capsys):
+    """The course's metrics, of numbers that are known: the first epoch is left out, times are
+    averaged over workers, tokens per second summed. Both figures are drawn.
+    """
+
+    def train(workers, args):
+        jobs.append(workers)
+        seconds = [100.0, 4.0 + len(jobs), 6.0 + len(jobs)]
+        epochs = [
+            [{"rank": rank, "epoch": i, "training_time_s": s + rank, "tokens_per_second": 60 / s,
+              "validation_loss": 5.0, "losses": [5.0]} for rank in range(workers)]
+            for i, s in enumerate(seconds)
+        ]  # fmt: skip
+        return {"results": {"epochs": {"by-hand": epochs}}, "device": "cpu", "model": "tiny",
+                "dtype": "float32", "backend": "gloo",
+                "versions": {"torch": "2", "transformers": "5"}}  # fmt: skip
+
+    jobs, path = [], tmp_path / "speed.json"
+    monkeypatch.setattr(worker_speed, "train", train)
+    words = ["worker_speed", "--workers", "1", "2", "--rounds", "2", "--json", str(path)]
+    monkeypatch.setattr(sys, "argv", words)
+    worker_speed.main()
+    assert jobs == [1, 2, 2, 1]  # in turns
+    printed = capsys.readouterr().out
+    # One worker: 5, 7, 8, 10 s; two: 6, 8, 7, 9 s and half a second more.
+    assert (
+        "1 worker(s), batch 64: training time 7.50 +- 2.08 s, tokens per second 9 +- 3" in printed
+    )
+    assert (
+        "2 worker(s), batch 128: training time 8.00 +- 1.29 s, tokens per second 16 +-" in printed
+    )
+    data = json.loads(path.read_text())
+    assert set(data["workers"]["2"][0][0][1]) == set(worker_speed.KEPT)
+    draw.kind(data)(data, tmp_path / "speed.png")
+    for name in "time", "tokens":
+        assert (tmp_path / f"speed_{name}.png").stat().st_size > 10_000
+
+
+@pytest.mark.stress
+def test_worker_speed_runs(tmp_path):
+    """The program itself, on as little as can be."""
+    words = ["--model", "random/gpt2-small-test", "--workers", 1, 2, "--batch-size", 2]
+    words += ["--seq-len", 16, "--num-sequences", 12, "--epochs", 2, "--rounds", 1]
+    file = launch.ROOT / "figures" / "worker_speed.py"
+    result = launch.run([sys.executable, file, *words, "--json", tmp_path / "speed.json"])
+    assert result.code == 0 and "2 worker(s), batch 4: training time" in result.out, result.tail()
 
 
 @pytest.mark.parametrize("name", ["pipeline", "data_parallel"])

@@ -33,7 +33,7 @@ def open_store():
         try:
             store = dist.TCPStore(ADDRESS, port, is_master=True, wait_for_workers=False)
         except dist.DistNetworkError as error:
-            if "EADDRINUSE" not in str(error):
+            if "address already in use" not in str(error).lower():
                 fail(f"{ADDRESS}:{port}: no store there ({error})")
         else:
             taken = f"port {first} is taken: the processes meet at port {port}"
@@ -100,16 +100,17 @@ def wait_for_all(processes):
     running = list(processes)
     while running:
         wait([process.sentinel for process in running])
-        failed = [process for process in running if process.exitcode]
+        # Asked once each: one may end at any moment.
+        codes = [(process.exitcode, process) for process in running]
+        failed = [(code, process) for code, process in codes if code]
         if failed:
-            return report(processes, min(failed, key=lambda process: process.exitcode))
-        running = [process for process in running if process.exitcode is None]
+            return report(processes, *min(failed, key=lambda pair: pair[0]))
+        running = [process for code, process in codes if code is None]
     return 0
 
 
-def report(processes, failed):
+def report(processes, code, failed):
     """Print how a process ended, if it has not done so itself; its exit code, 1 for a signal."""
-    code = failed.exitcode
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
     if code != 2:
         print(f"error: process {processes.index(failed)} of {len(processes)} ({failed.pid}) {how}; "
