@@ -18,6 +18,7 @@ model parallelism, one rank works at a time.
 
 runs these two by hand and by torch.distributed.pipelining (whose GPipe goes back in F's order), and
 its interleaved 1F1B and zero bubble (several stages a rank), each against the unmodified model.
+With `--model random/gpt2-small-test` it is a GPT-2.
 """
 
 import copy
