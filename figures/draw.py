@@ -21,7 +21,7 @@ from draw_data import draw_data_parallel, draw_worker_speed
 from draw_diagrams import draw_diagrams
 from draw_memory import draw_memory
 from draw_mesh_diagrams import draw_mesh_diagrams
-from draw_pipeline import draw_pipeline
+from draw_pipeline import draw_pipeline, draw_thread_speed
 from draw_pretraining import draw_pretraining_loss
 from draw_timeline import draw_timeline
 
@@ -272,7 +272,7 @@ def draw_gpu(data, records, path):
 
 
 FILES = ("report", "tp_speed", "longest", "collectives", "diagrams", "mesh_diagrams", "pipeline",
-         "data_parallel", "worker_speed", "training_memory", "ring_speed_2",
+         "thread_speed", "data_parallel", "worker_speed", "training_memory", "ring_speed_2",
          "pretraining_loss")  # fmt: skip
 
 
@@ -284,6 +284,8 @@ def kind(data):
         return draw_memory
     if "workers" in data:
         return draw_worker_speed
+    if "modes" in data:
+        return draw_thread_speed
     if "ring" in data.get("results", {}):
         return draw_mesh_diagrams
     if "sizes" in data.get("results", {}):

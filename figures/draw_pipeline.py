@@ -1,11 +1,14 @@
-"""Draw what figures/pipeline.py has measured: throughput by schedule, and timelines."""
+"""Draw what figures/pipeline.py has measured, throughput by schedule and timelines, and what
+figures/thread_speed.py has: training by epochs, without and with a pipeline.
+"""
 
 import statistics
 
 import matplotlib.pyplot as plt
 
-from canvas import finish
+from canvas import RANKS, finish
 from draw_data import draw_times
+from thread_speed import metric
 
 COLOURS = ["#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9"]  # Okabe and Ito's
 MARKS = "osD^vx"
@@ -64,3 +67,34 @@ def draw_pipeline(data, path):
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.4))
     draw_times(axes, shown, dict.fromkeys(shown, results["tokens"]))
     finish(figure, axes, what, more, path.with_name(f"{path.stem}_times.png"))
+
+
+METRICS = {  # in the file's name: (in the record, title)
+    "time": ("training_time_s", "training time of an epoch, seconds"),
+    "tokens": ("tokens_per_second", "tokens per second"),
+}
+
+
+def draw_thread_speed(data, path):
+    """Two figures, one a metric of the course: path with _time and with _tokens in its name."""
+    for name, (key, title) in METRICS.items():
+        figure, axis = plt.subplots(figsize=(6.4, 4))
+        values = {mode: metric(data, mode, key) for mode in data["modes"]}
+        first = next(iter(values.values()))
+        for x, (of_mode, (colour, hatch)) in enumerate(zip(values.values(), RANKS, strict=False)):
+            middle = statistics.median(of_mode)
+            around = [[middle - min(of_mode)], [max(of_mode) - middle]]
+            axis.bar(x, middle, 0.6, color=colour, hatch=hatch, ec="white", yerr=around, capsize=4,
+                     ecolor="#555555")  # fmt: skip
+            times = statistics.median(b / a for a, b in zip(first, of_mode, strict=True))
+            of_first = f"\n{times:.2f} of the first" if x else ""
+            axis.text(x, 0, f"{middle:,.4g}{of_first}", ha="center", va="bottom", fontsize=9,
+                      bbox={"fc": "white", "ec": "none", "pad": 1.5})  # fmt: skip
+        on = "GPUs" if data["machine"]["gpus"] else "threads on CPU cores"
+        axis.set_xticks(range(len(values)), values)
+        axis.set(title=title, xlabel=f"median of {len(first)} epochs, least and largest; "
+                 f"{data['threads']} {on}")  # fmt: skip
+        what = (f"{data['model']}, batch {data['batch_size']} of {data['seq_len']} tokens,\n"
+                f"microbatches of {data['split_size']}")  # fmt: skip
+        finish(figure, [axis], what, data | data["versions"],
+               path.with_name(f"{path.stem}_{name}.png"))  # fmt: skip

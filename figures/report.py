@@ -60,6 +60,13 @@ MORE = {
             "python tasks/data_parallel.py --compare-gradients gradients",
         ],
     },
+    "pipeline_threads": {
+        "pipeline_threads_gpt2": [
+            "python tasks/pipeline_threads.py --model random/gpt2-small-test --repeats 0",
+            "python tasks/pipeline_threads.py --model random/gpt2-small-test "
+            "--model-parallel-mode both",
+        ],
+    },
 }
 
 

@@ -18,6 +18,7 @@ model parallelism, one rank works at a time.
 
 runs these two by hand and by torch.distributed.pipelining (whose GPipe goes back in F's order), and
 its interleaved 1F1B and zero bubble (several stages a rank), each against the unmodified model.
+With `--model random/gpt2-small-test` it is a GPT-2.
 """
 
 import copy
@@ -28,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import pipelining
-from transformers import LlamaForCausalLM
+from transformers import GPT2LMHeadModel, LlamaForCausalLM
 
 from utils.collectives import (
     all_reduce_,
@@ -40,6 +41,15 @@ from utils.collectives import (
     sum_copies,
 )
 from utils.errors import UserError
+from utils.families import (
+    ALL_FAMILIES,
+    GPT2,
+    LayersInOrder,
+    base_of,
+    embedding_of,
+    family_of,
+    layers_of,
+)
 from utils.flags import gib, make_parser, positive
 from utils.job import start
 from utils.measure import limited_memory, measure_costs
@@ -50,8 +60,8 @@ from utils.step_checks import Reference, sum_of_parts
 # ---------------------------------------------------------------- the technique: stages
 
 
-class LlamaStage(LlamaForCausalLM):
-    """Some layers of a Llama, after `keep_stage`."""
+class Stage:
+    """Some layers of a model, after `keep_stage`."""
 
     def forward(self, x, attention_mask=None):
         """Hidden states (B, S, H), from ids (B, S) in the first stage; logits in the last.
@@ -59,30 +69,56 @@ class LlamaStage(LlamaForCausalLM):
         attention_mask: (B, S), 0 for padding; every stage needs it.
         """
         x = {"input_ids": x} if self.is_first else {"inputs_embeds": x}
-        x = self.model(**x, attention_mask=attention_mask, use_cache=False).last_hidden_state
+        base = base_of(self)
+        x = base(**x, attention_mask=attention_mask, use_cache=False).last_hidden_state
         return self.lm_head(x) if self.is_last else x
 
 
+class LlamaStage(Stage, LlamaForCausalLM):
+    """Of a Llama."""
+
+
+class GPT2Stage(Stage, GPT2LMHeadModel):
+    """Of a GPT-2."""
+
+    def forward(self, x, attention_mask=None):
+        """As any stage's. GPT-2 gives a view of its hidden states; a zero bubble takes none."""
+        y = super().forward(x, attention_mask)
+        return y if self.is_last else y.clone()
+
+
+class NoPositions(nn.Module):
+    """In place of GPT-2's embedding of positions, which the first stage alone adds."""
+
+    def forward(self, positions):
+        return torch.zeros((), device=positions.device)
+
+
 def keep_stage(model, stops, index):
-    """Make stage `index` of a LlamaForCausalLM, in place.
+    """Make stage `index` of a LlamaForCausalLM or a GPT2LMHeadModel, in place.
 
     stops: of each stage, the layer before which it ends. What is left keeps its name. Works on a
     model without memory (device meta) too, so that a rank only ever loads its own layers. Where the
     LM head is tied to the embedding, the last stage keeps that, too.
     """
     first, stop = (0, *stops)[index], stops[index]
-    base, tied = model.model, model.lm_head.weight is model.model.embed_tokens.weight
-    layers, base.layers = base.layers, nn.ModuleList()
+    family, base, layers = family_of(model), base_of(model), layers_of(model)
+    tied = model.lm_head.weight is embedding_of(model).weight
+    mine = LayersInOrder()
     for i in range(first, stop):
-        base.layers.add_module(str(i), layers[i])
+        mine.add_module(str(i), layers[i])
+    setattr(base, family.layers, mine)
     model.config = base.config = copy.deepcopy(model.config)
     base.config.num_hidden_layers = stop - first
-    model.__class__ = LlamaStage
+    model.__class__ = GPT2Stage if family is GPT2 else LlamaStage
     model.index, model.is_first, model.is_last = index, index == 0, index == len(stops) - 1
     if not model.is_first and not (model.is_last and tied):
-        base.embed_tokens = None
+        setattr(base, family.embedding, None)
+    if not model.is_first and family is GPT2:
+        base.wpe, base.drop = NoPositions(), nn.Identity()
     if not model.is_last:
-        base.norm, model.lm_head = nn.Identity(), None
+        setattr(base, family.norm, nn.Identity())
+        model.lm_head = None
 
 
 def sum_tied(stages, ends):
@@ -106,7 +142,7 @@ def sum_tied(stages, ends):
 
 def tied_weights(stages):
     """The copies of a tied embedding that these stages have."""
-    return [w for stage in stages for n, w in stage.named_parameters() if "embed_tokens" in n]
+    return [embedding_of(stage).weight for stage in stages if embedding_of(stage)]
 
 
 # ---------------------------------------------------------------- the technique: schedules
@@ -185,7 +221,7 @@ SEVERAL = "interleaved", "zero-bubble"  # stages on each rank
 
 
 class Pipeline:
-    """A Llama in stages over the ranks of a mesh of one axis; stage s is on rank s % P.
+    """A Llama or a GPT-2 in stages over the ranks of a mesh of one axis; stage s is on rank s % P.
 
     schedule: a key of BY_HAND or BY_TORCH. stages: this rank's, of `number` in all.
     """
@@ -303,7 +339,7 @@ def train(run, mesh, costs, batch):
 
 
 def main():
-    parser = make_parser(__doc__)
+    parser = make_parser(__doc__, kinds=ALL_FAMILIES)
     add, names = parser.add_argument, [*BY_HAND, *BY_TORCH]
     add("--schedule", choices=["all", *names], default="all", help="default all of them")
     add("--batch-size", type=positive, default=8, help="sequences in a batch; default 8")
@@ -340,7 +376,7 @@ def show(run, args):
         if name in BY_HAND and m > 1 and equal[-1] > 1:  # they need not be equal
             sizes = [equal[0] + 1, *equal[1:-1], equal[-1] - 1]
         run.check_weights(name, pipe, reference.models, whole=("",))
-        embedding = pipe.stages[0].model.embed_tokens if run.rank == 0 else None
+        embedding = embedding_of(pipe.stages[0]) if run.rank == 0 else None
         reference.check_step(run, name, pipe, partial(pipe.step, *batch, sizes), embedding)
 
 

@@ -19,6 +19,12 @@ through the same queues, tick by tick in reverse.
 splits a Llama over two threads, checks logits, loss and all gradients against the unmodified model,
 and to the bit against the same microbatches one after the other, and measures both. (After GPipe,
 arXiv 1811.06965, section 2, and torchgpipe, arXiv 2004.09910.)
+
+    OMP_NUM_THREADS=1 python tasks/pipeline_threads.py --model random/gpt2-small-test \\
+        --model-parallel-mode both --epochs 4
+
+trains a GPT-2 by epochs, without and with a pipeline, and compares their losses and trained weights
+with the unmodified model's.
 """
 
 import copy
@@ -31,15 +37,38 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.data import DataLoader
 
+from data_parallel import DataPartitioner
 from pipeline_llama import clock_cycles
+from utils.batches import Batches, pad, read_samples
 from utils.collectives import sum_copies
-from utils.flags import make_parser, natural, positive
+from utils.epochs import mean_and_deviation, train_epoch, validate
+from utils.errors import UserError
+from utils.families import (
+    ALL_FAMILIES,
+    GPT2,
+    base_of,
+    embedding_of,
+    family_of,
+    layers_of,
+    norm_of,
+    restore_dropout,
+)
+from utils.flags import make_parser, natural, positive, rate
 from utils.job import start
 from utils.measure import REPEATS_HELP, interleave, measure_costs, ratio, say_if_short
-from utils.model_checks import make_batch, mean_loss, token_losses
+from utils.model_checks import (
+    error_of_mean,
+    make_batch,
+    mean_loss,
+    number_of_parameters,
+    plain_loss,
+    token_losses,
+)
 from utils.shards import balance
-from utils.step_checks import Reference
+from utils.step_checks import LARGE, Reference, compare_gradients, keep_changes
+from utils.wider import WIDER, wider_copy
 
 # ---------------------------------------------------------------- the technique
 
@@ -87,45 +116,58 @@ def split_module(modules):
     return partitions, devices
 
 
-class Worker:
-    """A thread that does tasks, functions without arguments, one after the other.
+# The homework's names of these two.
+_split_module, _clock_cycles = split_module, clock_cycles
 
-    It ends with the process. A task has the gradient mode of the thread that asked for it, and as
-    its result None, or the exception that it ended with.
-    """
 
-    def __init__(self):
-        self.tasks, self.results = queue.Queue(), queue.Queue()
-        threading.Thread(target=self.run, daemon=True).start()
+class Task:
+    """A function without arguments, for a worker: in the gradient mode of who asks for it."""
+
+    def __init__(self, compute):
+        self.compute, self.grad_mode = compute, torch.is_grad_enabled()
 
     def run(self):
-        while True:
-            task, grad_mode = self.tasks.get()
-            try:
-                with torch.set_grad_enabled(grad_mode):
-                    task()
-                self.results.put(None)
-            except BaseException as error:  # for the caller, who waits for it
-                self.results.put(error)
-            del task  # and what it works on, while there is nothing to do
-
-    def begin(self, task):
-        self.tasks.put((task, torch.is_grad_enabled()))
-
-    def __reduce__(self):
-        return Worker, ()  # a copy, of a `Pipe` as well, has a thread of its own
+        """(True, its result), or (False, the exception that it ended with)."""
+        try:
+            with torch.set_grad_enabled(self.grad_mode):
+                return True, self.compute()
+        except BaseException as error:  # for the caller, who waits for it
+            return False, error
 
 
-def run_ticks(ticks, task, workers):
-    """In each tick, task(i, j) for all of its pairs at once, by worker j.
+def work(in_queue, out_queue):
+    """What a worker thread does: one task after the other, until the process ends."""
+    while True:
+        task = in_queue.get()
+        out_queue.put(task.run())
+        del task  # and what it works on, while there is nothing to do
+
+
+def create_workers(devices):
+    """(in_queues, out_queues), of tasks and of results: a queue for each place in `devices`.
+
+    Each different device has a worker thread and two queues, which its places share.
+    """
+    queues = {}
+    for device in devices:
+        if device not in queues:
+            queues[device] = queue.Queue(), queue.Queue()
+            threading.Thread(target=work, args=queues[device], daemon=True).start()
+    return tuple(zip(*(queues[device] for device in devices), strict=True))
+
+
+def run_tick(schedule, task, in_queues, out_queues):
+    """task(i, j) for all pairs of a tick at once, by worker j. Returns their results, in order.
 
     An exception in one is raised here, after the tick: nothing is left in the queues.
     """
-    for pairs in ticks:
-        for i, j in pairs:
-            workers[j].begin(partial(task, i, j))
-        for error in filter(None, [workers[j].results.get() for _, j in pairs]):
+    for i, j in schedule:
+        in_queues[j].put(Task(partial(task, i, j)))
+    results = [out_queues[j].get() for _, j in schedule]
+    for done, error in results:
+        if not done:
             raise error
+    return [result for _, result in results]
 
 
 class Pipe(nn.Module):
@@ -143,37 +185,70 @@ class Pipe(nn.Module):
         super().__init__()
         if not isinstance(split_size, int) or split_size < 1:
             raise ValueError(f"split_size {split_size}: rows of a microbatch, 1 or more")
-        partitions, self.devices = split_module(module)
+        partitions, self.devices = _split_module(module)
         if not partitions:
             raise ValueError("no modules: a Pipe is of one or more")
         self.partitions, self.split_size = nn.ModuleList(partitions), split_size
-        of_device = {device: Worker() for device in self.devices}
-        self.workers = [of_device[device] for device in self.devices]
+        self.in_queues, self.out_queues = create_workers(self.devices)
         # Who runs the partitions' backwards: the workers, or else autograd's own threads.
         self.backward_by_workers = all(device.type == "cpu" for device in self.devices)
+
+    def __getstate__(self):
+        """Without the queues, which cannot be copied."""
+        queues = "in_queues", "out_queues"
+        return {name: value for name, value in self.__dict__.items() if name not in queues}
+
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        self.in_queues, self.out_queues = create_workers(self.devices)
 
     def forward(self, x):
         if not torch.is_tensor(x) or not x.dim():
             raise ValueError("a batch is one tensor, (B, ...)")
-        rows, last = x.split(self.split_size), len(self.partitions) - 1
-        ticks = list(clock_cycles(len(rows), last + 1))
-        turns = [torch.zeros((), requires_grad=True) for _ in self.partitions]
-        parts, outputs = {}, {}
+        batches = list(x.split(self.split_size))
+        sizes = [batch.shape[:1] for batch in batches]
+        ticks = list(_clock_cycles(len(batches), len(self.partitions)))
+        record = Record(len(self.partitions), self.backward_by_workers)
+        for schedule in ticks:
+            self.compute(batches, schedule, record)
+        if [y.shape[:1] for y in batches] != sizes:
+            raise ValueError(f"outputs of {sum(map(len, batches))} rows, from a batch of {len(x)}")
+        y = torch.cat(batches)
+        if not self.backward_by_workers:
+            return y
+        return BackwardByWorkers.apply(y, self, ticks, record.parts)
 
-        def compute(i, j):
-            x = move(outputs.pop((i, j - 1)) if j else rows[i], self.devices[j])
-            part = parts[i, j] = Part(self.partitions[j], x)
-            outputs[i, j] = part.y
-            if part.y.requires_grad:
-                by_workers = self.backward_by_workers
-                outputs[i, j], turns[j] = PartNode.apply(x, turns[j], part, by_workers)
+    def compute(self, batches, schedule, record=None):
+        """One tick: batches[i] becomes what partition j makes of it, of all its (i, j) at once.
 
-        run_ticks(ticks, compute, self.workers)
-        ys = [outputs[i, last] for i in range(len(rows))]
-        if [y.shape[:1] for y in ys] != [row.shape[:1] for row in rows]:
-            raise ValueError(f"outputs of {sum(map(len, ys))} rows, from a batch of {len(x)}")
-        y = torch.cat(ys)
-        return BackwardByWorkers.apply(y, self, ticks, parts) if self.backward_by_workers else y
+        batches: the list of microbatches. record: what the backward of all ticks needs; without
+        one, autograd runs the backward of this tick by itself.
+        """
+        if record is None:
+            record = Record(len(self.partitions), by_workers=False)
+
+        def task(i, j):
+            x = move(batches[i], self.devices[j])
+            part = record.parts[i, j] = Part(self.partitions[j], x)
+            if not part.y.requires_grad:
+                return part.y
+            y, record.turns[j] = PartNode.apply(x, record.turns[j], part, record.by_workers)
+            return y
+
+        outputs = run_tick(schedule, task, self.in_queues, self.out_queues)
+        for (i, _), y in zip(schedule, outputs, strict=True):
+            batches[i] = y
+
+
+class Record:
+    """What a forward leaves for its backward: the `Part` of each (microbatch, partition).
+
+    turns: see `PartNode`, a partition's last one. by_workers: who runs the parts' backwards.
+    """
+
+    def __init__(self, partitions, by_workers):
+        self.parts, self.by_workers = {}, by_workers
+        self.turns = [torch.zeros((), requires_grad=True) for _ in range(partitions)]
 
 
 class Part:
@@ -254,15 +329,16 @@ class BackwardByWorkers(torch.autograd.Function):
         def compute(i, j):
             parts[i, j].backward(dy_of_last[i] if j == last else parts[i, j + 1].x.grad)
 
-        run_ticks(reversed(ctx.ticks), compute, ctx.pipe.workers)
+        for schedule in reversed(ctx.ticks):
+            run_tick(schedule, compute, ctx.pipe.in_queues, ctx.pipe.out_queues)
         return dy, None, None, None
 
 
-# ---------------------------------------------------------------- a Llama in a Sequential
+# ---------------------------------------------------------------- a model in a Sequential
 
 
-class Block(nn.Module):
-    """A decoder layer that takes and gives hidden states alone, (B, S, H)."""
+class LlamaBlock(nn.Module):
+    """A Llama's layer that takes and gives hidden states alone, (B, S, H)."""
 
     def __init__(self, layer, rotary_emb):
         super().__init__()
@@ -271,27 +347,91 @@ class Block(nn.Module):
     def forward(self, x):
         positions = torch.arange(x.shape[1], device=x.device)[None]
         tables = self.rotary_emb(x, positions)
-        y = self.layer(x, position_embeddings=tables, position_ids=positions)
-        return y[0] if isinstance(y, tuple) else y
+        return hidden_states(self.layer(x, position_embeddings=tables, position_ids=positions))
+
+
+class GPT2Block(nn.Module):
+    """GPT-2's layer that takes and gives hidden states alone, (B, S, H)."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return hidden_states(self.layer(x))
+
+
+def hidden_states(y):
+    """Of what a layer gives: a tuple in transformers 4, the tensor in 5."""
+    return y[0] if isinstance(y, tuple) else y
+
+
+class GPT2Embedding(nn.Module):
+    """ids (B, S) -> (B, S, H): the words' embeddings, and those of their positions."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.wte, self.wpe, self.drop = base.wte, base.wpe, base.drop
+
+    def forward(self, ids):
+        positions = torch.arange(ids.shape[1], device=ids.device)
+        return self.drop(self.wte(ids) + self.wpe(positions))
 
 
 def as_sequential(model, stops, devices):
-    """A LlamaForCausalLM, without a mask, as an nn.Sequential of its own modules, labelled.
+    """A Llama or a GPT-2, without a mask, as an nn.Sequential of its own modules, labelled.
 
     stops: of each device, the layer before which its share ends. A tied LM head gets a copy of the
     embedding: two threads would add to one gradient in whatever order.
     """
-    base, modules = model.model, []
-    if model.lm_head.weight is base.embed_tokens.weight:
-        model.lm_head.weight = nn.Parameter(base.embed_tokens.weight.detach().clone())
+    base, embedding, modules = base_of(model), embedding_of(model), []
+    if model.lm_head.weight is embedding.weight:
+        model.lm_head.weight = nn.Parameter(embedding.weight.detach().clone())
+    of_gpt2 = family_of(model) is GPT2
     for device, first, stop in zip(devices, (0, *stops), stops, strict=False):
-        rotary_emb = copy.deepcopy(base.rotary_emb).to(device)
-        blocks = [Block(layer.to(device), rotary_emb) for layer in base.layers[first:stop]]
+        layers = [layer.to(device) for layer in layers_of(model)[first:stop]]
+        if of_gpt2:
+            blocks = [GPT2Block(layer) for layer in layers]
+        else:
+            rotary_emb = copy.deepcopy(base.rotary_emb).to(device)
+            blocks = [LlamaBlock(layer, rotary_emb) for layer in layers]
         modules += [WithDevice(block, device) for block in blocks]
-    embedding, head = base.embed_tokens.to(devices[0]), nn.Sequential(base.norm, model.lm_head)
-    ends = WithDevice(embedding, devices[0]), WithDevice(head.to(devices[-1]), devices[-1])
+    start = GPT2Embedding(base) if of_gpt2 else embedding
+    end = nn.Sequential(norm_of(model), model.lm_head)
+    ends = (
+        WithDevice(start.to(devices[0]), devices[0]),
+        WithDevice(end.to(devices[-1]), devices[-1]),
+    )
     return nn.Sequential(ends[0], *modules, ends[1])
 
+
+class ModelParallel(nn.Module):
+    """A Llama or a GPT-2 whose layers are on several devices: ids (B, S) -> logits (B, S, V).
+
+    A batch goes through them in one piece, one device at a time: plain model parallelism. After
+    `_prepare_pipeline_parallel`, it goes in microbatches, all devices at a time. model: its
+    parameters move, and keep their names there. stops, devices: as in `as_sequential`.
+    """
+
+    def __init__(self, model, stops, devices):
+        super().__init__()
+        self.model, self.pipe = model, None
+        self.sequential = as_sequential(model, stops, devices)
+
+    def _prepare_pipeline_parallel(self, split_size=1):
+        """From now on a pipeline, of microbatches of so many rows. (The homework's name.)"""
+        self.pipe = Pipe(self.sequential, split_size)
+
+    def forward(self, ids):
+        return self.sequential(ids) if self.pipe is None else self.pipe(ids)
+
+    def sum_tied(self):
+        """After a backward: the copies of a tied embedding get the sum of their gradients."""
+        if self.model.config.tie_word_embeddings:
+            sum_copies(embedding_of(self.model).weight, self.model.lm_head.weight)
+
+
+MODES = MODEL_PARALLEL, PIPELINE_PARALLEL = "model_parallel", "pipeline_parallel"
 
 # ---------------------------------------------------------------- what is shown with it
 
@@ -317,44 +457,53 @@ def one_after_the_other(whole, rows, loss):
 
 
 def main():
-    parser = make_parser(__doc__)
+    parser = make_parser(__doc__, kinds=ALL_FAMILIES)
     add = parser.add_argument
     add("--batch-size", type=positive, default=8, help="sequences in a batch; default 8")
     add("--split-size", type=positive, default=2, help="sequences in a microbatch; default 2")
     add("--seq-len", type=positive, default=64, help="tokens a sequence; default 64")
     add("--threads", type=positive, default=2, help="devices, one thread each; default 2")
     add("--repeats", type=natural, help=REPEATS_HELP)
+    add("--model-parallel-mode", choices=[*MODES, "both"], help="in place of the checks of a step: "
+        "train, a batch through one device after the other, or by a pipeline, or take turns, an "
+        "epoch each; default none")  # fmt: skip
+    add("--epochs", type=positive, default=2, help="of training; default 2")
+    add("--lr", type=rate, default=1e-4, help="AdamW's learning rate; default 1e-4")
+    add("--num-sequences", type=positive, default=40, help="7 of 10 to train on, 2 to validate "
+        "with; default 40")  # fmt: skip
+    add("--dropout", action="store_true", help="train with GPT-2's dropout as shipped; no two "
+        "runs are alike then: only that the loss falls is checked; default no")  # fmt: skip
     start(parser.parse_args(), show)
 
 
 def show(run, args):
-    """All checks of a Llama in a `Pipe`, and its time. (More ranks do the same, each by itself.)"""
-    run.mark, ids = "P", make_batch(run, args.batch_size, args.seq_len)[0]
-    devices = choose_devices(run, args.threads)
+    """All checks of a model in a `Pipe`, and its time. (More ranks do the same, each by itself.)"""
+    run.mark, devices = "P", choose_devices(run, args.threads)
+    if args.model_parallel_mode:
+        return show_training(run, args, devices)
+    ids = make_batch(run, args.batch_size, args.seq_len)[0]
     stops = balance(measure_costs(run, args.seq_len), len(devices))
     reference, model = Reference(run, (ids, torch.ones_like(ids), ids)), run.load_model()
-    whole = as_sequential(model, stops, devices)
-    pipe, rows = Pipe(whole, args.split_size), ids.split(args.split_size)
-    tied = run.source.config.tie_word_embeddings
-    ends = model.model.embed_tokens.weight, model.lm_head.weight
+    split = ModelParallel(model, stops, devices)
+    split._prepare_pipeline_parallel(args.split_size)
+    whole, rows = split.sequential, ids.split(args.split_size)
 
     def loss(logits):
         labels = ids.to(logits.device)
         return mean_loss(token_losses(logits, labels), labels)
 
     def by_threads():
-        logits = pipe(ids)
+        logits = split(ids)
         value = loss(logits)
         value.backward()
         return value.detach(), logits.detach()
 
     def step(by):
         value, logits = by()
-        if tied:
-            sum_copies(*ends)
+        split.sum_tied()
         return value if run.rank == 0 else 0.0, logits.to(run.device)
 
-    reference.check_step(run, "threads", model, partial(step, by_threads), model.model.embed_tokens)
+    reference.check_step(run, "threads", model, partial(step, by_threads), embedding_of(model))
     by_one, results = partial(one_after_the_other, whole, rows, loss), []
     with sdpa_kernel(SDPBackend.MATH):  # adds in one order; on GPUs the others' backwards do not
         for by in by_threads, by_one:
@@ -365,9 +514,7 @@ def show(run, args):
 
     def turn(by):
         by()
-        for device in devices:
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+        synchronize(devices)
         yield "step"
 
     if args.repeats != 0:
@@ -378,6 +525,167 @@ def show(run, args):
                    f"{ratio(alone, together)} times as fast")  # fmt: skip
         run.results |= {"one_after_the_other_s": alone, "threads_s": together}
         say_if_short(run, alone)
+
+
+# ---------------------------------------------------------------- training by epochs
+
+
+class Trainer:
+    """A model, on several devices, in one of the MODES: what `train_epoch` and `validate` call."""
+
+    def __init__(self, run, args, mode, stops, devices):
+        self.model, self.devices, self.records = run.load_model(), devices, []
+        self.split = ModelParallel(self.model, stops, devices)
+        if mode == PIPELINE_PARALLEL:
+            self.split._prepare_pipeline_parallel(args.split_size)
+        self.model.train(args.dropout)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=args.lr)
+        self.optimizer.register_step_post_hook(lambda *_: synchronize(devices))
+
+    def step(self, batch):
+        """Fills in the gradients. Returns the mean loss over the batch's labels, and the logits.
+
+        No mask: padding is on the right, where no token sees it, and has no label.
+        """
+        ids, _, labels = batch
+        logits = self.split(ids)
+        labels = labels.to(logits.device)
+        loss = mean_loss(token_losses(logits, labels), labels)
+        loss.backward()
+        self.split.sum_tied()
+        return loss.detach().cpu(), logits.detach()
+
+    @torch.no_grad()
+    def logits(self, ids, mask):
+        training = self.model.training
+        self.model.eval()
+        logits = self.split(ids).to(ids.device)
+        self.model.train(training)
+        return logits
+
+
+def synchronize(devices):
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+
+def show_training(run, args, devices):
+    """Train in a mode, or in both by turns, and hold it against the unmodified model's training."""
+    batches = make_epochs(run, args)
+    stops = balance(measure_costs(run, args.seq_len), len(devices))
+    names = MODES if args.model_parallel_mode == "both" else [args.model_parallel_mode]
+    expected, trained = None, []
+    if args.dropout and not any(run.source.dropout.values()):
+        raise UserError(f"--dropout: {args.model} has none")
+    if args.dropout:
+        restore_dropout(run.source)
+        run.print0("note: dropout as shipped: nothing is compared, but that the loss falls")
+    elif number_of_parameters(run.source) > LARGE:
+        run.print0(f"note: training is compared of models up to {LARGE / 1e6:.0f} M parameters")
+    else:
+        expected, own, trained = expect_epochs(run, batches, args.epochs, args.lr)
+    trainers = {mode: Trainer(run, args, mode, stops, devices) for mode in names}
+    before = {mode: [p.detach().clone() for p in trainer.model.parameters()]
+              for mode, trainer in trainers.items() if trained}  # fmt: skip
+    for epoch in range(args.epochs):
+        for mode in names if epoch % 2 == 0 else reversed(names):  # for what ran before may matter
+            run.print0(f"mode {mode}:")
+            train_one(run, trainers[mode], batches, epoch)
+    for mode, trainer in trainers.items():
+        losses = [loss for record in trainer.records
+                  for loss in (*record["losses"], record["validation_loss"])]  # fmt: skip
+        if expected:
+            pair = expected[0].new_tensor(losses), *expected
+            run.check(f"{mode}: losses of the training", [pair], own=own)
+            for parameter, old in zip(trainer.model.parameters(), before[mode], strict=True):
+                parameter.grad = parameter.detach() - old
+            compare_gradients(run, f"{mode}: changes by the training", trainer.model, trained)
+        fallen = torch.tensor(float(losses[-1] < losses[0]))
+        run.check(f"{mode}: last loss, below the first", [(fallen, torch.ones(()))], tolerance=0.0)
+        if run.source.config.tie_word_embeddings:
+            ends = embedding_of(trainer.model).weight, trainer.model.lm_head.weight.to(run.device)
+            run.check(f"{mode}: copies of the tied embedding, trained", [ends], tolerance=0.0)
+    summarize(run, trainers)
+
+
+def make_epochs(run, args):
+    """Batches to train on, and to validate with: `Batches` of text, as in data_parallel.py."""
+    if run.world_size > 1:
+        raise UserError("--model-parallel-mode trains in one process: without torchrun")
+    data, collate = (
+        read_samples(run, args.num_sequences, args.seq_len),
+        partial(pad, size=args.seq_len),
+    )
+    parts = [DataPartitioner(data).use(i) for i in range(2)]
+    if not all(map(len, parts)):
+        raise UserError(f"--num-sequences {args.num_sequences}: {len(parts[0])} to train on and "
+                        f"{len(parts[1])} to validate with; each needs one")  # fmt: skip
+    return [Batches(run, DataLoader(part, args.batch_size, collate_fn=collate), collate)
+            for part in parts]  # fmt: skip
+
+
+def expect_epochs(run, batches, epochs, lr):
+    """The unmodified model, trained alike: its losses, their error at least, and the model.
+
+    The losses are of each step and of each epoch's validation, of each reference: see
+    `checks.Comparison.references`. The model's gradients are what the training has changed.
+    """
+    model = run.load_reference()
+    models = [model, *([wider_copy(model)] if run.dtype in WIDER else [])]
+    steps, validation = (list(each) for each in batches)
+
+    def train(model):
+        optimizer, losses = torch.optim.AdamW(model.parameters(), lr), []
+        for _ in range(epochs):
+            for ids, mask, labels in steps:
+                optimizer.zero_grad()
+                loss = plain_loss(model, labels, input_ids=ids, attention_mask=mask)
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.detach())
+            ids, mask, labels = map(torch.cat, zip(*validation, strict=True))
+            with torch.no_grad():
+                losses.append(plain_loss(model, labels, input_ids=ids, attention_mask=mask))
+        return torch.stack(losses)
+
+    curves = [keep_changes(list(one.parameters()), partial(train, one))[1] for one in models]
+    for parameter, *exact in zip(*(one.parameters() for one in models), strict=True):
+        parameter.exact_grad = exact[0].grad.float() if exact else None
+    ids, _, labels = steps[0]
+    with torch.no_grad():
+        own = error_of_mean(*(token_losses(one(ids).logits, labels) for one in models))
+    return curves, own, [model]
+
+
+def train_one(run, trainer, batches, epoch):
+    """An epoch of a mode, its validation, and their lines."""
+    record = train_epoch(run, trainer, trainer.optimizer, batches[0], epoch)
+    record["validation_loss"] = validate(run, trainer, batches[1])
+    trainer.records.append(record)
+    run.print0(
+        f"Epoch {epoch} (rank=0): Training Time = {record['training_time_s']:.3f} s, "
+        f"Tokens_per_sec = {record['tokens_per_second']:.0f}"
+    )
+    run.print0(f"validation loss: {record['validation_loss']:.4f}")
+
+
+def summarize(run, trainers):
+    """Of each mode the mean over its epochs but the first, which warms up; of two the speedup."""
+    run.results["epochs"] = {mode: trainer.records for mode, trainer in trainers.items()}
+    times = {}
+    for mode, trainer in trainers.items():
+        counted = trainer.records[1:] or trainer.records
+        warm_up = len(trainer.records) - len(counted)
+        times[mode] = [record["training_time_s"] for record in counted]
+        speeds = [record["tokens_per_second"] for record in counted]
+        run.print0(f"time of an epoch, {mode}: {mean_and_deviation(times[mode], '.3f')} s, of "
+                   f"{len(counted)} after {warm_up} to warm up")  # fmt: skip
+        run.print0(f"tokens_per_second={mean_and_deviation(speeds, '.0f')}, {mode}")
+    if len(times) == 2:
+        speedup = ratio(times[MODEL_PARALLEL], times[PIPELINE_PARALLEL])
+        run.print0(f"time by the pipeline, speedup: {speedup} times as fast")
+    say_if_short(run, next(iter(times.values())))
 
 
 if __name__ == "__main__":

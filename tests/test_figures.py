@@ -3,6 +3,7 @@
 import contextlib
 import importlib.util
 import json
+import statistics
 import sys
 import threading
 import time
@@ -148,6 +149,25 @@ def test_drawing(name, tmp_path):
         if count == 1 and "long_speed" in data:
             steps = {"step_s": [1.0, 2.0]}
             data["long_speed"]["results"]["selective checkpoint, tiled loss and MLP"] = steps
+
+
+def test_thread_speed(tmp_path):
+    """Both modes train, an epoch each in turns; the first warms up; a figure for each metric."""
+    path, file = tmp_path / "speed.json", launch.ROOT / "figures" / "thread_speed.py"
+    sizes = ["--seq-len", 16, "--batch-size", 6, "--split-size", 2, "--num-sequences", 20]
+    model = ["--model", "random/gpt2-small-test", "--epochs", 3]
+    result = launch.run([sys.executable, file, *model, *sizes, "--json", path])
+    assert result.code == 0, result.tail()
+    data = json.loads(path.read_text())
+    for mode in "model_parallel", "pipeline_parallel":
+        epochs = data["modes"][mode]
+        seconds = [one["training_time_s"] for one in epochs]
+        assert [one["epoch"] for one in epochs] == [0, 1, 2] and min(seconds) > 0
+        median = f"{mode}: training time {statistics.median(seconds[1:]):.2f} s, tokens per second"
+        assert median in result.out, result.tail()
+    draw.kind(data)(data, tmp_path / "speed.png")
+    for metric in "time", "tokens":
+        assert (tmp_path / f"speed_{metric}.png").stat().st_size > 10_000
 
 
 def test_contenders_of_the_longest_sequence():

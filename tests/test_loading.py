@@ -11,14 +11,15 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 import launch
 from conftest import make_llama
 from test_bad_input import change_config, change_tensors, shard, without_prefix
 from utils.errors import UserError
+from utils.families import ALL_FAMILIES, count_parameters
 from utils.generation import hf_generate, other_settings, recompute
-from utils.models import IGNORED_SETTINGS, TRANSFORMERS_4, Source, as_transformers_4
+from utils.models import IGNORED_SETTINGS, TRANSFORMERS_4, Source, as_transformers_4, quiet
 from utils.presets import LLAMA3_ROPE
 
 CPU = torch.device("cpu")
@@ -295,6 +296,63 @@ def test_settings_that_change_no_token(settings, expected, directory):
     """Are not told of."""
     generation(directory, **settings)
     assert other_settings(Source(str(directory)).generation) == expected
+
+
+# ---------------------------------------------------------------- GPT-2
+
+
+@pytest.fixture(params=[True, False], ids=["whole", "without its head"])
+def gpt2(request, tmp_path):
+    """A directory as `save_pretrained` writes it; without the head, names have no prefix."""
+    torch.manual_seed(0)
+    sizes = dict(n_embd=20, n_layer=2, n_head=4, n_positions=32, vocab_size=101, n_inner=52)
+    model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    (model if request.param else model.transformer).save_pretrained(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("masks", [False, True])
+def test_gpt2_directory(masks, gpt2):
+    """What from_pretrained loads, to the bit, whole and by slices; old files hold masks, too."""
+    tensors = load_file(gpt2 / "model.safetensors")
+    prefix = "transformer." if any(name.startswith("transformer.") for name in tensors) else ""
+    if masks:
+        tensors[f"{prefix}h.0.attn.bias"] = torch.ones(1, 1, 32, 32, dtype=torch.uint8).tril()
+        tensors[f"{prefix}h.1.attn.masked_bias"] = torch.tensor(-1e4)
+        save_file(tensors, gpt2 / "model.safetensors", metadata={"format": "pt"})
+    ids, mask = torch.arange(12).view(2, 6), torch.ones(2, 6, dtype=torch.long)
+    mask[0, :2] = 0
+    with quiet():
+        expected = AutoModelForCausalLM.from_pretrained(gpt2).eval()
+    source = Source(str(gpt2), kinds=ALL_FAMILIES)
+    assert set(source.dropout.values()) == {0.1} and count_parameters(source.config) == sum(
+        parameter.numel() for parameter in expected.parameters()
+    )
+    for parallelize in None, lambda model: None:
+        model = source.load_model(torch.float32, CPU, parallelize)
+        assert model.lm_head.weight is model.transformer.wte.weight
+        for both in zip(model.parameters(), expected.parameters(), strict=True):
+            assert torch.equal(*both)
+        logits = [m(ids, attention_mask=mask).logits for m in (model, expected)]
+        assert torch.equal(*logits)
+
+
+def test_gpt2_refused(gpt2):
+    """By the scripts that take only Llamas, and where it is damaged or is no decoder alone."""
+    for name in str(gpt2), "random/gpt2":
+        with pytest.raises(
+            UserError, match=r"a gpt2 model; this needs model_type llama \(data_par"
+        ):
+            Source(name)
+    change_config(gpt2, add_cross_attention=True)
+    with pytest.raises(UserError, match="add_cross_attention"):
+        Source(str(gpt2), kinds=ALL_FAMILIES)
+    change_config(gpt2, add_cross_attention=False, n_positions=31)
+    with pytest.raises(UserError, match=r"wpe.weight has shape \(32, 20\), config.json says"):
+        Source(str(gpt2), kinds=ALL_FAMILIES)
 
 
 # ---------------------------------------------------------------- tokenizers

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch.distributed.run import get_args_parser
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import launch
@@ -24,6 +24,8 @@ import tp_attention
 from conftest import make_llama
 from utils import environment, job, measure
 from utils.checks import covered
+from utils.families import ALL_FAMILIES, DROPOUTS, count_parameters, restore_dropout
+from utils.model_checks import number_of_parameters
 from utils.models import TINY, Source
 from utils.presets import LLAMA3_ROPE, PRESETS
 from utils.shards import keep_shard, shard_heads, shard_of, shard_range
@@ -203,6 +205,47 @@ def test_random_weights_do_not_depend_on_slices():
 )
 def test_presets_have_the_real_sizes(name, count):
     assert sum(p.numel() for p in Source(f"random/{name}").empty_model().parameters()) == count
+
+
+@pytest.mark.parametrize(("preset", "count"), [("gpt2", 124_439_808), ("gpt2-small-test", 63_168)])
+def test_presets_of_gpt2(preset, count):
+    """The real one is the library's own; its parameters are counted by a formula, too."""
+    source = Source(f"random/{preset}", kinds=ALL_FAMILIES)
+    assert type(source.empty_model()).__name__ == "GPT2LMHeadModel"
+    assert count_parameters(source.config) == number_of_parameters(source) == count
+    if preset == "gpt2":
+        own = GPT2Config(**dict.fromkeys(DROPOUTS, 0.0))
+        settings = [
+            {key: value for key, value in config.to_dict().items() if not key.startswith("_")}
+            for config in (source.config, own)
+        ]
+        assert settings[0] == settings[1]
+
+
+def test_dropout_of_gpt2():
+    """None where runs are compared; as shipped where the source is asked for it again."""
+    source, ids = Source("random/gpt2-small-test", kinds=ALL_FAMILIES), torch.arange(20)[None]
+
+    def outputs():
+        model = source.load_model(torch.float32, CPU).train()
+        return [model(ids).logits for _ in range(2)]
+
+    assert torch.equal(*outputs()) and set(source.dropout.values()) == {0.1}
+    restore_dropout(source)
+    assert not torch.equal(*outputs())
+
+
+def test_float64_of_gpt2():
+    """With a padding mask, which transformers 4 makes in the default dtype; that stays as it is."""
+    source, ids = Source("random/gpt2-small-test", kinds=ALL_FAMILIES), torch.arange(8).view(2, 4)
+    mask = torch.tensor([[1, 1, 1, 1], [0, 1, 1, 1]])
+    exact, plain = (source.load_model(dtype, CPU) for dtype in (torch.float64, torch.float32))
+    y, expected = (model(ids, attention_mask=mask).logits[mask == 1] for model in (exact, plain))
+    assert y.dtype == torch.float64 and torch.get_default_dtype() == torch.float32
+    torch.testing.assert_close(y.float(), expected, rtol=0, atol=1e-6)
+    with pytest.raises(IndexError):
+        exact(ids + 10**6)
+    assert torch.get_default_dtype() == torch.float32
 
 
 def test_float64_is_float64():

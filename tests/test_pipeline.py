@@ -3,6 +3,7 @@
 import copy
 import os
 import queue
+import re
 import sys
 import threading
 from itertools import pairwise
@@ -15,12 +16,25 @@ from torch.utils import backend_registration
 
 import launch
 import pipeline_threads
-from pipeline_llama import clock_cycles, gpipe, one_forward_one_backward
-from pipeline_threads import Pipe, WithDevice, device_of, one_after_the_other, split_module
+from pipeline_llama import clock_cycles, gpipe, keep_stage, one_forward_one_backward
+from pipeline_threads import (
+    ModelParallel,
+    Pipe,
+    WithDevice,
+    create_workers,
+    device_of,
+    hidden_states,
+    one_after_the_other,
+    split_module,
+)
+from test_readme import report, same
 from utils.errors import UserError
+from utils.families import ALL_FAMILIES
+from utils.models import Source
 from utils.shards import balance
 
 CPU = [torch.device("cpu", i) for i in range(3)]
+GPT2 = "random/gpt2-small-test"
 
 
 def test_clock_cycles():
@@ -118,6 +132,105 @@ def assert_same(expected, results):
             torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
 
 
+def test_names_of_the_homework(monkeypatch):
+    """Its functions, by its names and signatures; the forward goes through `Pipe.compute`."""
+    assert list(pipeline_threads._clock_cycles(3, 2)) == list(clock_cycles(3, 2))
+    whole, x, calls = stack(), torch.randn(9, 8, dtype=torch.float64), []
+    partitions, devices = pipeline_threads._split_module(whole)
+    assert [len(part) for part in partitions] == [2, 2, 2] and devices == CPU
+    in_queues, out_queues = create_workers([CPU[0], CPU[1], CPU[0]])
+    assert in_queues[0] is in_queues[2] is not in_queues[1] and len(out_queues) == 3
+    in_queues[1].put(pipeline_threads.Task(threading.get_ident))
+    done, thread = out_queues[1].get(timeout=60)
+    assert done and thread != threading.get_ident()
+    pipe, compute = Pipe(whole, split_size=2), Pipe.compute
+    batches = list(x.split(2))  # by hand, a tick at a time: autograd alone goes back
+    for schedule in pipeline_threads._clock_cycles(num_batches=5, num_partitions=3):
+        pipe.compute(batches, schedule)
+    whole.zero_grad()
+    (torch.cat(batches) ** 2).sum().backward()
+    by_hand = [torch.cat(batches).detach(), *(p.grad.clone() for p in whole.parameters())]
+    monkeypatch.setattr(
+        Pipe, "compute", lambda self, *args: calls.append(args[1]) or compute(self, *args)
+    )
+    y, _, *grads = step(pipe, x)
+    assert_same([y, *grads], by_hand)
+    assert calls == list(clock_cycles(5, 3))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_gpt2_in_a_sequential(tied):
+    """Logits and gradients of the unmodified model, a batch in one piece and by a pipeline."""
+    source = Source(GPT2, kinds=ALL_FAMILIES)
+    source.config.tie_word_embeddings = tied
+    source.shapes |= {} if tied else {"lm_head.weight": source.shapes["transformer.wte.weight"]}
+    expected, model = (source.load_model(torch.float64, torch.device("cpu")) for _ in range(2))
+    ids = torch.arange(7 * 9).view(7, 9)
+    logits = expected(ids).logits
+    logits.square().mean().backward()
+    split = ModelParallel(model, (1, 3, 4), CPU)
+    blocks = [module.module for module in split.sequential[1:-1]]
+    assert len(blocks) == 4 and torch.is_tensor(blocks[0](torch.zeros(1, 2, 32).double()))
+    for size in None, 2:
+        if size:
+            split._prepare_pipeline_parallel(size)
+        assert isinstance(split.pipe, Pipe) == bool(size)
+        model.zero_grad()
+        y = split(ids)
+        y.square().mean().backward()
+        split.sum_tied()
+        torch.testing.assert_close(y, logits, rtol=0, atol=1e-12)
+        for name, parameter in expected.named_parameters():
+            grad = model.get_parameter(name).grad
+            torch.testing.assert_close(grad, parameter.grad, rtol=0, atol=1e-12)
+
+
+def test_hidden_states():
+    """Of a layer of either generation of the library."""
+    x = torch.ones(2)
+    assert hidden_states(x) is hidden_states((x,)) is hidden_states((x, None)) is x
+
+
+@pytest.mark.parametrize("stops", [(4,), (1, 4), (1, 3, 4)])
+def test_stages_of_gpt2(stops):
+    """One after the other they are the model, with padding; positions are added once."""
+    source, cpu = Source(GPT2, kinds=ALL_FAMILIES), torch.device("cpu")
+    whole = source.load_model(torch.float64, cpu)
+    stages = [source.load_model(torch.float64, cpu, lambda m, i=i: keep_stage(m, stops, i))
+              for i in range(len(stops))]  # fmt: skip
+    ids, mask = torch.arange(3 * 8).view(3, 8), torch.ones(3, 8, dtype=torch.long)
+    mask[1, :3] = 0
+    x = ids
+    for stage in stages:
+        x = stage(x, mask)
+    logits = whole(ids, attention_mask=mask).logits
+    torch.testing.assert_close(x[mask == 1], logits[mask == 1], rtol=0, atol=1e-12)
+    for y in x, logits:
+        y[mask == 1].square().mean().backward()
+    found = {}
+    for name, parameter in (pair for stage in stages for pair in stage.named_parameters()):
+        found[name] = found.get(name, 0) + parameter.grad  # a tied embedding has two copies
+    assert found.keys() == dict(whole.named_parameters()).keys()
+    for name, grad in found.items():
+        torch.testing.assert_close(grad, whole.get_parameter(name).grad, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", report.MORE["pipeline_threads"])
+def test_outputs_of_gpt2(name, tmp_path):
+    """What is shown of it is printed: a step's checks, and a training in both modes."""
+    shown = (launch.ROOT / "figures" / "outputs" / f"{name}.txt").read_text()
+    for command, printed in zip(
+        report.MORE["pipeline_threads"][name], re.split(r"^\$ .*\n", shown, flags=re.M)[1:],
+        strict=True,
+    ):  # fmt: skip
+        assert f"$ OMP_NUM_THREADS=1 {command}\n" in shown
+        _, script, *flags = command.split()
+        file = launch.ROOT / script
+        result = launch.ranks(file, *flags, nproc=1, folder=tmp_path, torchrun=False)
+        assert result.code == 0, result.tail()
+        same(printed, result.out)
+
+
 def pipe_of(whole, split_size, by_workers):
     """A `Pipe`, whose backward is run by its workers or by autograd, as on GPUs."""
     pipe = Pipe(whole, split_size)
@@ -166,7 +279,8 @@ def test_deep_copy_of_a_pipe(by_workers):
     x, pipe = torch.randn(9, 8, dtype=torch.float64), pipe_of(stack(), 2, by_workers)
     before, other = step(pipe, x), copy.deepcopy(pipe)
     assert_same(before, step(other, x))
-    assert not {*pipe.workers} & {*other.workers} and len({*other.workers}) == 3
+    queues = [{id(one) for one in each.in_queues} for each in (pipe, other)]
+    assert not set.intersection(*queues) and list(map(len, queues)) == [3, 3]
     torch.optim.SGD(other.parameters(), 0.1).step()
     assert_same(before, step(pipe, x))
     assert not torch.equal(before[0], other(x))
@@ -204,16 +318,20 @@ def test_the_bits_of_one_after_the_other(devices, by_workers):
 
 
 class ThreadPerTask:
-    """A `Worker` that takes a new thread for each task: nodes of autograd made in it come first."""
+    """A queue of tasks that each get a new thread: nodes of autograd made in it come first."""
 
-    def __init__(self):
-        self.results = queue.Queue()
+    def __init__(self, out_queue):
+        self.out_queue = out_queue
 
-    def begin(self, task):
-        thread = threading.Thread(target=task)
+    def put(self, task):
+        thread = threading.Thread(target=lambda: self.out_queue.put(task.run()))
         thread.start()
         thread.join()
-        self.results.put(None)
+
+
+def thread_per_task(devices):
+    out_queues = [queue.Queue() for _ in devices]
+    return list(map(ThreadPerTask, out_queues)), out_queues
 
 
 def test_order_of_microbatches(monkeypatch):
@@ -226,7 +344,7 @@ def test_order_of_microbatches(monkeypatch):
             y.register_hook(lambda _: order.append(microbatch))
             return y
 
-    monkeypatch.setattr(pipeline_threads, "Worker", ThreadPerTask)
+    monkeypatch.setattr(pipeline_threads, "create_workers", thread_per_task)
     pipe, x = pipe_of(nn.Sequential(Noted(1, 1)), 1, by_workers=False), torch.arange(20.0)[:, None]
     pipe(x).sum().backward()
     assert order == list(reversed(range(20)))
@@ -344,7 +462,7 @@ def test_exception_in_a_thread(by_workers):
         y = pipe(x * torch.tensor([[1], [-9.0], [1], [1]]))
         with pytest.raises(ArithmeticError, match="planted"):
             y.sum().backward()
-        assert all(worker.tasks.empty() and worker.results.empty() for worker in pipe.workers)
+        assert all(one.empty() for one in (*pipe.in_queues, *pipe.out_queues))
         x.grad = None
         y = pipe(x)
         y.sum().backward()
@@ -370,6 +488,20 @@ ARGS = ["--seq-len", 8, "--batch-size", 4]
 def test_refused(flags, message, tmp_path):
     file = launch.TASKS / "pipeline_llama.py"
     result = launch.ranks(file, *ARGS, *flags, nproc=2, folder=tmp_path)
+    result.assert_refused(message)
+
+
+@pytest.mark.parametrize(
+    ("flags", "nproc", "message"),
+    [
+        (["--model-parallel-mode", "both"], 2, "trains in one process: without torchrun"),
+        (["--model-parallel-mode", "both", "--dropout"], 1, "--dropout: tiny has none"),
+        (["--model", GPT2, "--seq-len", 129], 1, "has positions for 128 tokens"),
+    ],
+)
+def test_threads_refuse(flags, nproc, message, tmp_path):
+    file = launch.TASKS / "pipeline_threads.py"
+    result = launch.ranks(file, *ARGS, *flags, nproc=nproc, folder=tmp_path)
     result.assert_refused(message)
 
 

@@ -97,6 +97,7 @@ def test_shifted_slice(script, position, tmp_path, odd_llama):
     refused(tmp_path, script, 2, arguments(script, odd_llama), ".")
 
 
+TRAINED = "--model random/gpt2-small-test --epochs 1 --model-parallel-mode"
 BUGS = {
     # name: (script, ranks, file, right, wrong, the check that sees it)
     "f sums nothing": (
@@ -763,12 +764,45 @@ BUGS = {
     ),
     "the threads' microbatches are swapped": (
         "pipeline_threads --split-size 1", 1, "pipeline_threads.py",
-        "outputs[i, last] for i in range(len(rows))",
-        "outputs[i, last] for i in reversed(range(len(rows)))", "logits",
+        "y = torch.cat(batches)", "y = torch.cat(batches[::-1])", "logits",
     ),
     "the threads' ends do not add": (
-        "pipeline_threads --model tiny", 1, "pipeline_threads.py", "sum_copies(*ends)", "pass",
+        "pipeline_threads --model tiny", 1, "pipeline_threads.py",
+        "sum_copies(embedding_of(self.model).weight, self.model.lm_head.weight)", "pass",
         "gradients",
+    ),
+    "GPT-2 in threads has one position": (
+        "pipeline_threads --model random/gpt2-small-test", 1, "pipeline_threads.py",
+        "self.wpe(positions)", "self.wpe(0 * positions)", "logits",
+    ),
+    "a later stage of GPT-2 adds positions again": (
+        "pipeline_llama --model random/gpt2-small-test --schedule gpipe", 2, "pipeline_llama.py",
+        "base.wpe, base.drop = NoPositions(), nn.Identity()", "base.drop = nn.Identity()",
+        "logits",
+    ),
+    "a stage of GPT-2 leaves out a layer": (
+        "pipeline_llama --model random/gpt2-small-test --schedule gpipe", 2, "families.py",
+        "return list(self)[place]", "return list(self)[place]\n\n    def __iter__(self):\n"
+        "        return iter([*self._modules.values()][:1])", "logits",
+    ),
+    "threads train on another's labels": (
+        f"pipeline_threads {TRAINED} model_parallel", 1, "pipeline_threads.py",
+        "labels = labels.to(logits.device)\n        loss", "labels = labels.flip(0)\n        loss",
+        "losses of the training",
+    ),
+    "threads train with another optimizer": (
+        f"pipeline_threads {TRAINED} model_parallel", 1, "pipeline_threads.py",
+        "AdamW(self.model.parameters(), lr=args.lr)",
+        "AdamW(self.model.parameters(), lr=args.lr, weight_decay=0.02)", "changes by the training",
+    ),
+    "threads train two tied embeddings": (
+        f"pipeline_threads {TRAINED} pipeline_parallel --dropout", 1, "pipeline_threads.py",
+        "self.split.sum_tied()", "pass", "copies of the tied embedding, trained",
+    ),
+    "threads train uphill": (
+        f"pipeline_threads {TRAINED} pipeline_parallel --dropout", 1, "pipeline_threads.py",
+        "AdamW(self.model.parameters(), lr=args.lr)",
+        "AdamW(self.model.parameters(), lr=args.lr, maximize=True)", "last loss, below the first",
     ),
     "the threads go back in another order": (
         "pipeline_threads --dtype bfloat16", 1, "pipeline_threads.py", "reversed(ctx.ticks)",
@@ -1005,8 +1039,8 @@ BUGS = {
     ),
     "the head is no longer the embedding": (
         "pretrain_2d --model tiny", 2, "models.py",
-        "embed_tokens.weight\n        return model\n\n    def from_pretrained",
-        "embed_tokens.weight\n        if parallelize:\n            model.lm_head.weight = "
+        "embedding_of(model).weight\n        return model\n\n    def from_pretrained",
+        "embedding_of(model).weight\n        if parallelize:\n            model.lm_head.weight = "
         "nn.Parameter(model.lm_head.weight.detach().clone())\n        return model\n\n"
         "    def from_pretrained", "weights, nothing left out",
     ),
