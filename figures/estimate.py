@@ -5,6 +5,11 @@
 says of each technique how many ranks it takes until a step fits, and with --technique prints a row
 for each power of two of ranks. On a mesh of two axes it shows the split that fits and sends least,
 or, where none fits, the one that takes least. By closed forms (`techniques.py`): nothing is run.
+
+    python figures/estimate.py --model random/7b --seq-len 256 --batch-size 1 --article
+
+puts the closed form of one process beside the formula of an article on training in parallel, and
+says what that leaves out.
 """
 
 import argparse
@@ -16,6 +21,7 @@ sys.path.insert(0, str(HERE.parent / "tasks"))
 
 from formulas import Work
 from techniques import TECHNIQUES, estimates
+from utils.epochs import activations_by_article
 from utils.errors import UserError
 from utils.flags import DTYPES, gib, positive
 from utils.models import Source
@@ -28,6 +34,12 @@ tensors take. sent: in a step. All numbers, Adam's too, are of --dtype. Where da
 each rank has its own --batch-size sequences. finetune trains a prompt alone; kv-cache is a forward.
 usp: ring R x U is rings of R ranks, of which U neighbours exchange heads. The scripts' own checks
 need more: rank 0 holds the whole model for its reference."""
+
+DIFFERENCE = """
+The article counts what is not there at once: gradients of all activations (a backward has those of
+one layer at a time), and activations beside all gradients. It counts {:.2f} GB of scores, twice; a
+fused kernel keeps none. It leaves out what an MLP keeps, {:.2f} GB, what norms keep in float32, and
+what the optimizer makes for its largest parameter, {:.2f} GB. Here the peak is in: {}."""
 
 
 def main():
@@ -47,17 +59,52 @@ def main():
     add("--dtype", choices=DTYPES, default="bfloat16", help="default bfloat16")
     add("--device-memory", type=gib, default=24 * GIB, metavar="GIB", help="default 24")
     add("--max-ranks", type=positive, default=4096, help="of 1, 2, 4, ...; default 4096")
+    add("--article", action="store_true", help="beside the formula of an article, for one process; "
+        "default no")  # fmt: skip
     args = parser.parse_args()
     try:
-        show(args)
+        (beside_article if args.article else show)(args)
     except UserError as error:
         parser.error(error)
 
 
+def work_of(args):
+    return Work(Source(args.model).config, args.seq_len, args.batch_size,
+                DTYPES[args.dtype].itemsize, args.microbatches, args.tile)  # fmt: skip
+
+
+def beside_article(args):
+    """Print both formulas for a step of one process, part by part, and what makes the difference.
+
+    The article's peak is the sum of its parts, as if all of them were there at once.
+    """
+    work = work_of(args)
+    e, T, L, gb = work.e, work.T, work.L, 1e9
+    (ours,) = estimates("one process", work, 1)
+    activations = activations_by_article(work.config, work.B, work.S) * e
+    weights = work.parameters() * e
+    rows = [
+        ("weights", weights, ours.parameters),
+        ("gradients", weights, ours.gradients),
+        ("Adam's two states", 2 * weights, ours.states),
+        ("kept by the forward", activations, ours.kept),
+        ("gradients of what is kept", activations, work.backward() * T),
+        ("peak", 4 * weights + 2 * activations, ours.peak),
+    ]
+    print(f"{args.model}: {work.parameters():,} parameters, {args.dtype}, AdamW; "
+          f"{work.B} x {work.S} tokens; one process; GB of 1e9 bytes:")  # fmt: skip
+    print(f"{'':26}{'article':>10}{'here':>10}")
+    for name, theirs, own in rows:
+        print(f"{name:26}{theirs / gb:10.2f}{own / gb:10.2f}")
+    scores = L * work.N * work.S * T * e
+    mlp = L * 4 * work.F * T * e
+    temporary = 2 * max(work.table(), work.unit()) * e
+    moment = max(ours.moments, key=ours.moments.get)
+    print(DIFFERENCE.format(scores / gb, mlp / gb, temporary / gb, moment))
+
+
 def show(args):
-    source = Source(args.model)
-    work = Work(source.config, args.seq_len, args.batch_size, DTYPES[args.dtype].itemsize,
-                args.microbatches, args.tile)  # fmt: skip
+    work = work_of(args)
     print(f"{args.model}: {work.parameters():,} parameters, {args.dtype}, AdamW; "
           f"{work.B} x {work.S} tokens; "
           f"a device of {args.device_memory / GIB:g} GiB; GiB of a rank:")  # fmt: skip

@@ -54,6 +54,9 @@ MORE = {
     "pipeline_llama": {"pipeline_llama_budget": [f"! {ON_1}{TOO_LARGE}", f"{ON_2}{TOO_LARGE}"]},
     "tp_training": {"tp_training_budget": [f"! {ON_1}{LONG}", f"{ON_2}{LONG}"]},
     "data_parallel": {
+        "estimate_article": [
+            "python figures/estimate.py --model random/7b --batch-size 1 --seq-len 256 --article",
+        ],
         "data_parallel_spawn": [
             "python tasks/data_parallel.py --spawn 2 --epochs 3 --model random/gpt2-small-test "
             "--gradients-dir gradients",
@@ -116,7 +119,8 @@ def outputs_of(commands):
     programs = {"python": [], "torchrun": ["-m", "torch.distributed.run"]}
     text = ""
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "tasks").symlink_to(TASKS)
+        for code in TASKS, HERE:
+            (Path(folder) / code.name).symlink_to(code)
         for command in commands:
             print(command, flush=True)
             refused, command = command.startswith("! "), command.removeprefix("! ")

@@ -178,3 +178,11 @@ def test_heads_that_do_not_divide():
     config = Source("random/small").config
     config.num_attention_heads, config.num_key_value_heads = 9, 3
     assert Work(config, 8).heads(8) == [2, 1]
+
+
+def test_beside_the_article():
+    """The article's own number for its own model, and this project's."""
+    flags = ["--model", "random/7b", "--batch-size", 1, "--seq-len", 256, "--article"]
+    result = launch.run([sys.executable, FILES / "estimate.py", *flags])
+    peak = next(line for line in result.out.splitlines() if line.startswith("peak")).split()
+    assert result.code == 0 and peak == ["peak", "59.77", "58.88"], result.tail()

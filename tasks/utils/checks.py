@@ -296,7 +296,8 @@ class Comparison:
             self.exit(1)
         else:
             self.print0(f"{name}: False, {missed}: {of['max_abs_diff']:.1e} off where the "
-                        f"{against} is {of['reference']:.1e} (rank={rank})")  # fmt: skip
+                        f"{against} is {of['reference']:.1e} (rank={rank}); why: "
+                        "figures/tasks.md, Part 1")  # fmt: skip
 
 
 def covered(size, regions):

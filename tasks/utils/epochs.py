@@ -29,17 +29,15 @@ def estimate(run, batch_size, seq_len):
     """Print and check the number of parameters; print, in closed form, the memory of a step.
 
     An article's formula: 4 numbers a parameter, for weights, gradients and Adam's two states; for
-    activations, and as much again for their gradients, 2 V + L (6 H + N S) numbers a token. It has
-    the scores of N heads, which fused kernels do not keep, and nothing of what is in the MLP.
+    activations, and as much again for their gradients, those of `activations_by_article`.
     """
     c, count = run.source.config, number_of_parameters(run.source)
-    V, H, L = c.vocab_size, c.hidden_size, c.num_hidden_layers
     run.print0(f"Model has {count} parameters")
     numbers = count, count_parameters(c)
     pair = [torch.tensor(float(number), dtype=torch.float64) for number in numbers]
     run.check("number of parameters, by its formula", [pair], tolerance=0.0)
-    tokens, gb, P = batch_size * seq_len, run.dtype.itemsize / 1e9, run.world_size
-    activations = 2 * tokens * (2 * V + L * (6 * H + c.num_attention_heads * seq_len))
+    gb, P = run.dtype.itemsize / 1e9, run.world_size
+    activations = 2 * activations_by_article(c, batch_size, seq_len)
     total = (4 * count + activations) * gb
     run.print0(f"an article's formula for a step's memory, {batch_size} x {seq_len} tokens: "
                f"{total:.2f} GB on one rank, {activations * gb:.2f} of it activations and their "
@@ -51,6 +49,17 @@ def estimate(run, batch_size, seq_len):
             numbers = shares[0] + shares[1] + 2 * shares[2]
             each.append(f"{strategy} {(numbers * count + activations / P) * gb:.2f}")
         run.print0(f"on each of {P} ranks, GB: {', '.join(each)}")
+
+
+def activations_by_article(config, batch_size, seq_len):
+    """Return how many numbers a forward keeps, by an article's formula: B S (2 V + L (6 H + N S)).
+
+    It has the scores of N heads, which fused kernels do not keep, and nothing of what is in the
+    MLP. `figures/estimate.py --article` puts it beside this project's own.
+    """
+    scores = config.num_attention_heads * seq_len
+    of_layers = config.num_hidden_layers * (6 * config.hidden_size + scores)
+    return batch_size * seq_len * (2 * config.vocab_size + of_layers)
 
 
 def print_workers(run):
