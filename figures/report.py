@@ -35,10 +35,10 @@ DTYPES = "float64", "float32"
 START = "$ OMP_NUM_THREADS=1 torchrun --standalone"
 ON_2, ON_4 = (f"torchrun --standalone --nproc_per_node {ranks} tasks/" for ranks in (2, 4))
 ON_1 = "torchrun --standalone --nproc_per_node 1 tasks/"
-TOO_LARGE = "pipeline_llama.py --model random/llama-3.2-1b --num-layers 8 --dtype bfloat16 " \
-    "--batch-size 2 --microbatches 2 --seq-len 128 --memory-budget 5"  # fmt: skip
-LONG = "tp_training.py --model random/small --batch-size 4 --seq-len 10000 --iterations 2 " \
-    "--memory-budget 9"  # fmt: skip
+TOO_LARGE = "pipeline_llama.py --model random/llama-3.2-1b --dtype bfloat16 --batch-size 2 " \
+    "--microbatches 2 --seq-len 64 --memory-budget 8"  # fmt: skip
+LONG = "tp_training.py --model random/small --num-layers 4 --batch-size 4 --seq-len 10000 " \
+    "--iterations 2 --memory-budget 8"  # fmt: skip
 # script: {file in outputs/: the commands whose outputs it has, one after the other}. "! " before a
 # command: it is refused, with one line.
 MORE = {

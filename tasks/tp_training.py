@@ -19,6 +19,7 @@ T x V numbers for T tokens: Hugging Face's loss has three such at once, Task 2's
 `--memory-budget` trains on one long sequence, for which a rank alone may have no room.
 """
 
+import time
 from functools import partial
 from pathlib import Path
 
@@ -31,7 +32,7 @@ from utils.environment import check_writable
 from utils.errors import UserError
 from utils.flags import gib, make_parser, positive, rate
 from utils.job import start
-from utils.measure import limited_memory
+from utils.measure import limited_memory, peak_memory
 from utils.memory_profile import PARTS, record_step, trace_of, write_trace
 from utils.model_checks import (
     compared_layers,
@@ -72,14 +73,15 @@ def main():
     parser = make_parser(__doc__)
     add, instead = parser.add_argument, parser.add_mutually_exclusive_group().add_argument
     add("--text", default="i love tensor parallelism.", help="the sentence; default '%(default)s'")
-    add("--batch-size", type=positive, default=2, help="sequences of the padded batch; default 2")
+    add("--batch-size", type=positive, help="sequences of the padded batch, default 2; with "
+        "--memory-budget default 1")  # fmt: skip
     add("--seq-len", type=positive, default=64, help="its tokens a sequence; default 64")
     add("--iterations", type=positive, default=5, help="of each training; default 5")
     add("--lr", type=rate, default=0.02, help="of SGD; default 0.02")
     instead("--profile", action="store_true", help="in place of the checks: memory over a step "
         "of --batch-size x --seq-len tokens (of --model random/small-8k); default no")  # fmt: skip
     instead("--memory-budget", type=gib, metavar="GIB", help="in place of the checks: train "
-        "on one sequence of --seq-len tokens, each rank with so much memory beyond its weights; "
+        "on sequences of --seq-len tokens, each rank with so much memory beyond its weights; "
         "default none")  # fmt: skip
     add("--trace", type=Path, metavar="FILE", help="with --profile: write rank 0's Chrome traces, "
         "one for each split, whose names are FILE's with the split's; default none")  # fmt: skip
@@ -87,6 +89,7 @@ def main():
     if args.trace and not args.profile:
         parser.error("--trace: of what --profile records, give that, too")
     check_writable(args.trace, "--trace")
+    args.batch_size = args.batch_size or (1 if args.memory_budget else 2)
     start(args, show)
 
 
@@ -168,25 +171,39 @@ def show_training(run, mesh, batch, lr, iterations, splits=SPLITS):
 
 
 def train_within(run, mesh, args):
-    """Iterations on one long sequence, each rank with no more memory than it is given."""
-    ids, _, labels = make_batch(run, 1, args.seq_len)
+    """Iterations on long sequences, each rank with no more memory than it is given."""
+    ids, _, labels = make_batch(run, args.batch_size, args.seq_len)
     name = "TP + loss parallel"  # beside the reference first, on few tokens
     few = make_batch(run, 1, min(args.seq_len, 64))
     show_training(run, mesh, few, args.lr, 2, {name: SPLITS[name]})
     model = run.load_model(partial(tensor_parallelize, mesh=mesh))
     check_split(run, name, model)
-    with limited_memory(run.device, args.memory_budget):
+    trained = []
+
+    def iterate():
         optimizer = SGD(model.parameters(), args.lr)
-        losses = train(model, own_loss, (ids, None, labels), optimizer, args.iterations)
+        trained.append(train(model, own_loss, (ids, None, labels), optimizer, args.iterations))
+
+    begin = time.perf_counter()
+    with limited_memory(run.device, args.memory_budget):
+        peaks = peak_memory(run, iterate)
+    (losses,) = trained
+    speed = args.iterations * ids.numel() / (time.perf_counter() - begin)
     run.print0(f"losses: {', '.join(f'{loss:.4f}' for loss in losses)}")
+    run.print0(f"tokens_per_second={speed:.0f}, max_mem={max(peaks) / 1e9:.2f}gb of a rank")
+    run.results |= {"tokens_per_second": speed, "peak_bytes": peaks}
     refuse_if_endless(losses, args.lr)
     references = run.references(run.load_reference())
     with torch.no_grad():  # of which rank 0 has memory for the forward, without a limit
-        expected = run.expect(
-            lambda model: [token_losses(model(ids, use_cache=False).logits, labels)], references
-        )[0]
+        expected = run.expect(partial(losses_by_sequence, ids, labels), references)[0]
     means = [mean_loss(of, labels) for of in expected]
     run.check("loss of the first iteration", [(losses[0], *means)], own=error_of_mean(*expected))
+
+
+def losses_by_sequence(ids, labels, model):
+    """Return [losses (B, S - 1)] of an unsplit model, which has the logits of one sequence only."""
+    pairs = zip(ids.split(1), labels.split(1), strict=True)
+    return [torch.cat([token_losses(model(i, use_cache=False).logits, of) for i, of in pairs])]
 
 
 def profile(run, mesh, args):
