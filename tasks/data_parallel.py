@@ -19,9 +19,9 @@ embedding, last norm and head stay whole until the backward, and are sent twice.
 checks each against a single-rank run of the unmodified model, and trains with it.
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 2 tasks/data_parallel.py \\
-        --memory-budget 0.75 --model random/balanced
+        --memory-budget 0.7 --model random/balanced --batch-size 4 --seq-len 32
 
-trains with FSDP2 what no single rank, and none with copies, has room for.
+trains with FSDP2 what has no room on a single rank, nor on two with `--strategy zero1`.
 
     python tasks/data_parallel.py --spawn 2 --epochs 3 --gradients-dir gradients
     python tasks/data_parallel.py --compare-gradients gradients
@@ -508,7 +508,8 @@ def numbers_at_peak(run, by_layer):
         2 roots + (W - root) / P                        the root, at the end
 
     If the model is one unit, it is the root: 3 W / P + 2 W. (The CPU copies once more those
-    gradients whose rows do not divide by P; and a tied head's gradient is added to the embedding's.)
+    gradients whose rows do not divide by P. A tied head has a gradient of its own, which is added
+    to the embedding's.)
     """
     P, model = run.world_size, run.source.empty_model()
     layers = layers_of(model) if by_layer else []

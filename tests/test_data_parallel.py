@@ -225,10 +225,43 @@ def test_port(monkeypatch):
         (["--num-sequences", 1], 2, "--num-sequences 1: 1 to train on and 0 to validate"),
         (["--lr", 0], 1, "--lr: must be above 0"),
         (["--seq-len", 2], 2, "--seq-len 2: too short"),
+        (["--memory-budget", 1, "--epochs", 0], 1, "--memory-budget trains: with 1 or more"),
     ],
 )
 def test_refused(flags, nproc, message, tmp_path):
     launch.ranks(FILE, *flags, nproc=nproc, folder=tmp_path).assert_refused(message)
+
+
+SHORT = ["--model", "random/balanced", "--num-layers", 6, "--batch-size", 2, "--seq-len", 8]
+SHORT += ["--num-sequences", 8, "--epochs", 1, "--memory-budget", 0.335]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only there can a process's memory be limited")
+@pytest.mark.parametrize(
+    ("strategy", "nproc"),
+    [
+        ("zero1", 2),
+        *(pytest.param(*of, marks=pytest.mark.stress)
+          for of in (("by-hand", 2), ("ddp", 2), ("fsdp2", 1), ("fsdp2", 2))),
+    ],
+)  # fmt: skip
+def test_a_model_that_does_not_fit(strategy, nproc, tmp_path):
+    """Weights, gradients and states of ZeRO-1 are 3/4 of 0.46 GiB; FSDP2's peak is two thirds."""
+    result = launch.ranks(FILE, *SHORT, "--strategy", strategy, nproc=nproc, folder=tmp_path)
+    if (strategy, nproc) == ("fsdp2", 2):
+        assert result.code == 0 and result.out.count("Tests passed") == 2, result.tail()
+        return
+    result.assert_refused(f"out of memory: {strategy} does not train random/balanced", 60)
+
+
+def test_with_a_budget(tmp_path):
+    """Enough for all four. On three ranks a weight's rows do not divide."""
+    args = ["--memory-budget", 2, "--strategy", "all", "--seq-len", 9, "--num-sequences", 12]
+    args += ["--epochs", 1, "--dtype", "float64"]
+    result = launch.ranks(FILE, *args, nproc=3, folder=tmp_path)
+    assert result.code == 0 and result.out.count("Tests passed") == 3, result.tail()
+    assert result.out.count(": losses of the training") == 4, result.tail()
+    assert "fsdp2, the model one unit: peak in MiB" in result.out, result.tail()
 
 
 def test_few_samples(tmp_path):

@@ -69,7 +69,7 @@ def expect_training(run, reference, batches, epochs, lr):
 
 
 def losses_alone(run, batches, epochs, lr):
-    """The references' losses, of each step and of each epoch's validation, on the ranks' batches."""
+    """The references' losses on the ranks' batches, of each step and each epoch's validation."""
     steps, validation = ([gather_batch(run, batch)[1] for batch in each] for each in batches)
 
     def curve(model):
