@@ -542,8 +542,8 @@ def check_peak(run, mesh, by_layer):
     copies = 4 * sum(map(math.prod, run.source.shapes.values())) * run.dtype.itemsize
     name = f"fsdp2, {'each layer a unit' if by_layer else 'the model one unit'}"
     mib = [size / 2**20 for size in (peak, said, copies)]
-    run.print0(f"memory, MiB, {name}: at the peak of a step of 3 tokens {mib[0]:.1f}, by the "
-               f"formula {mib[1]:.1f}; with copies of all {mib[2]:.1f} at least")  # fmt: skip
+    run.print0(f"peak of tensors, MiB, {name}: in a step of 3 tokens {mib[0]:.1f}, by the formula "
+               f"{mib[1]:.1f}; with copies of all {mib[2]:.1f} at least")  # fmt: skip
     pair = [torch.tensor(size) for size in mib[:2]]
     run.check(f"{name}: peak in MiB, by the formula", [pair], tolerance=0.1 * mib[1])
     run.results.setdefault("peak_bytes", {})[name] = [peak, said]

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import launch
-from data_parallel import DataPartitioner, Partition, partition_dataset
+from data_parallel import STRATEGIES, DataPartitioner, Partition, partition_dataset
 from test_readme import same
 from utils import processes
 from utils.batches import pad
@@ -232,21 +232,20 @@ def test_refused(flags, nproc, message, tmp_path):
     launch.ranks(FILE, *flags, nproc=nproc, folder=tmp_path).assert_refused(message)
 
 
-SHORT = ["--model", "random/balanced", "--num-layers", 6, "--batch-size", 2, "--seq-len", 8]
-SHORT += ["--num-sequences", 8, "--epochs", 1, "--memory-budget", 0.335]
+SHORT = ["--model", "random/balanced", "--num-layers", 10, "--batch-size", 2, "--seq-len", 8]
+SHORT += ["--num-sequences", 8, "--epochs", 1, "--memory-budget", 0.47]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only there can a process's memory be limited")
 @pytest.mark.parametrize(
     ("strategy", "nproc"),
     [
-        ("zero1", 2),
-        *(pytest.param(*of, marks=pytest.mark.stress)
-          for of in (("by-hand", 2), ("ddp", 2), ("fsdp2", 1), ("fsdp2", 2))),
+        ("fsdp2", 1),
+        *(pytest.param(strategy, 2, marks=pytest.mark.stress) for strategy in STRATEGIES),
     ],
-)  # fmt: skip
+)
 def test_a_model_that_does_not_fit(strategy, nproc, tmp_path):
-    """Weights, gradients and states of ZeRO-1 are 3/4 of 0.46 GiB; FSDP2's peak is two thirds."""
+    """Weights, gradients and states of ZeRO-1 are 0.52 GiB; with FSDP2 a rank has 0.42."""
     result = launch.ranks(FILE, *SHORT, "--strategy", strategy, nproc=nproc, folder=tmp_path)
     if (strategy, nproc) == ("fsdp2", 2):
         assert result.code == 0 and result.out.count("Tests passed") == 2, result.tail()
