@@ -523,7 +523,7 @@ def numbers_at_peak(run, by_layer):
     moments = [2 * root + (whole - root) / P + max(sum(once_more), 2 * head * tied)]
     if layers:
         layer = sum(p.numel() for p in layers[0].parameters())
-        moments.append(4 * layer + root + head + (len(layers) - 2) * layer / P)
+        moments.append(4 * layer + root + head + max(0, len(layers) - 2) * layer / P)
     return 3 * whole / P + max(moments)
 
 
@@ -545,7 +545,8 @@ def check_peak(run, mesh, by_layer):
     run.print0(f"peak of tensors, MiB, {name}: in a step of 3 tokens {mib[0]:.1f}, by the formula "
                f"{mib[1]:.1f}; with copies of all {mib[2]:.1f} at least")  # fmt: skip
     pair = [torch.tensor(size) for size in mib[:2]]
-    run.check(f"{name}: peak in MiB, by the formula", [pair], tolerance=0.1 * mib[1])
+    # A tenth, as for every peak by a formula; and a quarter of a MiB for the tokens' activations.
+    run.check(f"{name}: peak in MiB, by the formula", [pair], tolerance=0.1 * mib[1] + 0.25)
     run.results.setdefault("peak_bytes", {})[name] = [peak, said]
 
 

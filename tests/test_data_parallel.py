@@ -254,13 +254,13 @@ def test_a_model_that_does_not_fit(strategy, nproc, tmp_path):
 
 
 def test_with_a_budget(tmp_path):
-    """Enough for all four. On three ranks a weight's rows do not divide."""
-    args = ["--memory-budget", 2, "--strategy", "all", "--seq-len", 9, "--num-sequences", 12]
+    """Enough for FSDP2, which is the default then. On three ranks a weight's rows do not divide."""
+    args = ["--memory-budget", 2, "--seq-len", 9, "--num-sequences", 12]
     args += ["--epochs", 1, "--dtype", "float64"]
     result = launch.ranks(FILE, *args, nproc=3, folder=tmp_path)
     assert result.code == 0 and result.out.count("Tests passed") == 3, result.tail()
-    assert result.out.count(": losses of the training") == 4, result.tail()
-    assert "fsdp2, the model one unit: peak in MiB" in result.out, result.tail()
+    for check in "fsdp2: losses of the training", "fsdp2, the model one unit: peak in MiB":
+        assert f"check {check}" in result.out, result.tail()
 
 
 def test_few_samples(tmp_path):
