@@ -1019,8 +1019,8 @@ BUGS = {
     ),
     "the head is no longer the embedding": (
         "pretrain_2d --model tiny", 2, "models.py",
-        "embed_tokens.weight\n        return model\n\n    def from_pretrained",
-        "embed_tokens.weight\n        if parallelize:\n            model.lm_head.weight = "
+        "embedding_of(model).weight\n        return model\n\n    def from_pretrained",
+        "embedding_of(model).weight\n        if parallelize:\n            model.lm_head.weight = "
         "nn.Parameter(model.lm_head.weight.detach().clone())\n        return model\n\n"
         "    def from_pretrained", "weights, nothing left out",
     ),
