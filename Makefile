@@ -76,6 +76,7 @@ bench: .venv/ready
 	  --json figures/data_parallel.json
 	$(BIN)/python figures/worker_speed.py
 	$(BIN)/python figures/thread_speed.py
+	$(BIN)/python figures/strategies.py
 	$(BIN)/python figures/training_memory.py
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node 2 figures/estimate_check.py \
 	  --json figures/estimate.json

@@ -67,7 +67,19 @@ def measure(run, args):
 
 
 def compare(run, name, ids):
-    """The largest of the ranks' peaks, and the mean of what they send."""
+    """The largest of the ranks' peaks, and the mean of what they send, are the formulas'."""
+    row = measure_step(run, name, ids)
+    for of in "tensors", "process":
+        if row[of] >= LARGE:
+            pair = [torch.tensor(size / GIB) for size in (row["estimate"], row[of])]
+            run.check(f"{name}: peak of {of}, GiB", [pair], 0.1 * row[of] / GIB)
+    sent, formula = row["bytes"]
+    pair = [torch.tensor(size) for size in (formula, float(sent))]
+    run.check(f"{name}: bytes sent", [pair], 0.02 * sent)
+
+
+def measure_step(run, name, ids):
+    """Peaks and bytes of a step, beside the formulas'; they are printed, and in the results."""
     tensors, process, sent = peaks_of_step(run, name, ids)
     process -= give_back_what_is_free(run.device)  # code and threads are there by now, too
     P = 1 if name == "one process" else run.world_size
@@ -83,17 +95,26 @@ def compare(run, name, ids):
                f"{process / GIB:.3f}; estimate {said.peak / GIB:.3f}, {said.peak / tensors:.3f} "
                f"and {said.peak / process:.3f} of them; bytes sent {sent:,.0f}, estimate "
                f"{said.sent:,.0f}")  # fmt: skip
-    for of, peak in ("tensors", tensors), ("process", process):
-        if peak >= LARGE:
-            pair = [torch.tensor(size / GIB) for size in (said.peak, peak)]
-            run.check(f"{name}: peak of {of}, GiB", [pair], 0.1 * peak / GIB)
-    pair = [torch.tensor(size) for size in (said.sent, float(sent))]
-    run.check(f"{name}: bytes sent", [pair], 0.02 * sent)
+    return row
 
 
 def peaks_of_step(run, name, ids):
     """What tensors and this process, all of it, hold at most in a step; and the bytes sent."""
     give_back_what_is_free(run.device)
+    model, optimizer, step = make_step(run, name, ids)
+    step()  # there are states from now on
+    weights, gradients, states = bytes_held(model, optimizer)
+    sent, _ = bytes_sent(run, step)
+    optimizer.zero_grad()
+    process = peak_memory_of_process(run.device, step)
+    optimizer.zero_grad()
+    tensors = weights + states + sum(record_memory(step, run.device)[1].values())
+    tensors += gradients * (name in ("ddp", "zero1"))  # which are there all the time
+    return tensors, process, sent
+
+
+def make_step(run, name, ids):
+    """A technique's model, its AdamW, and step(), which trains it by one step."""
     model, forward_backward = BUILD[name](run, ids)
     make_optimizer = torch.optim.AdamW
     if name == "zero1":
@@ -106,15 +127,7 @@ def peaks_of_step(run, name, ids):
         forward_backward()
         optimizer.step()
 
-    step()  # there are states from now on
-    weights, gradients, states = bytes_held(model, optimizer)
-    sent, _ = bytes_sent(run, step)
-    optimizer.zero_grad()
-    process = peak_memory_of_process(run.device, step)
-    optimizer.zero_grad()
-    tensors = weights + states + sum(record_memory(step, run.device)[1].values())
-    tensors += gradients * (name in ("ddp", "zero1"))  # which are there all the time
-    return tensors, process, sent
+    return model, optimizer, step
 
 
 def give_back_what_is_free(device):

@@ -1,7 +1,7 @@
 """Everything that one GPU can show: `make gpu`, in twenty minutes.
 
     python figures/gpu.py                    # steps 1 to 5, in order
-    python figures/gpu.py --long             # steps 6 to 8, which take half an hour more
+    python figures/gpu.py --long             # steps 6 to 9, which take half an hour more
     python figures/gpu.py --step 3           # one of them
     python figures/gpu.py --device cpu       # a rehearsal: small sizes
     python figures/gpu.py --table --out figures/gpu     # gpu.md and gpu.png from the files there
@@ -103,8 +103,9 @@ STEPS = {
     6: ("one step of 524,288 tokens", 8),
     7: ("one step of 1,048,576 tokens, as far as it comes", 8),
     8: ("the tests of every task on the odd Llama: NCCL, and ranks that share the GPU", 15),
+    9: ("each strategy of data parallelism alone: 246 M parameters, 128 x 256 tokens a rank", 5),
 }
-LONG = 6, 7, 8
+LONG = 6, 7, 8, 9
 
 
 def parts(device, smollm2="smollm2"):
@@ -146,6 +147,11 @@ def parts(device, smollm2="smollm2"):
         for script in SCRIPTS if on_gpu else SCRIPTS[:1]:
             words = [*test, "tests/test_tasks.py", "-k", f"{selected} and {script}"]
             yield tests(8, f"tests_{kind}_{script}", words)
+    sizes = ("random/246m", 128, 256) if on_gpu else ("tiny", 2, 16)
+    words = ["figures/strategies.py", *place, "--dtype", dtype, "--rounds", 1]
+    for flag, size in zip(("--model", "--batch-size", "--seq-len"), sizes, strict=True):
+        words += [flag, size]
+    yield Part(9, "strategies", words)
 
 
 # (What needs the GPU's allocator or its host memory comes second and third: a rehearsal lacks it.)
@@ -549,6 +555,11 @@ def summary(kind, records, planned):
         return [summary_of_tasks(records, ran)]
     if "positions" in some:
         return [f"{kind}: {summary_of_step(some)}"]
+    if "strategies" in some:
+        peaks = {name: max(job["tensors"] for job in jobs)
+                 for name, jobs in some["strategies"].items()}  # fmt: skip
+        said = ", ".join(f"{name} {peak / 1e9:.2f} GB" for name, peak in peaks.items())
+        return [f"{kind}: peak of a rank's tensors: {said}"]
     if "prompt_tokens" in some:
         return [f"{kind}: {summary_of_speed(run, some)}" for run in some["runs"]]
     return [f"{kind}: {run['found']:,} positions in {run['budget_mib']} MiB (estimate "
@@ -616,7 +627,7 @@ def main():
     flag = parser.add_argument
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--step", type=int, choices=STEPS, help="default 1 to 5, in order")
-    which.add_argument("--long", action="store_true", help="steps 6 to 8; default no")
+    which.add_argument("--long", action="store_true", help="steps 6 to 9; default no")
     which.add_argument("--table", action="store_true", help="run nothing: gpu.md and gpu.png from "
         "the files in --out, wherever they were made; default no")  # fmt: skip
     flag("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: a rehearsal; default cuda")

@@ -17,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -25,6 +26,7 @@ sys.path.insert(0, str(HERE.parent / "tasks"))
 import gpu
 from claims import TASK
 from records import here_and_now, torchrun
+from strategies import ARTICLE_GB, rows
 from utils.checks import OTHERWISE
 from utils.measure import ratio
 
@@ -35,10 +37,12 @@ DTYPES = "float64", "float32"
 START = "$ OMP_NUM_THREADS=1 torchrun --standalone"
 ON_2, ON_4 = (f"torchrun --standalone --nproc_per_node {ranks} tasks/" for ranks in (2, 4))
 ON_1 = "torchrun --standalone --nproc_per_node 1 tasks/"
-TOO_LARGE = "pipeline_llama.py --model random/llama-3.2-1b --dtype bfloat16 --batch-size 2 " \
-    "--microbatches 2 --seq-len 64 --memory-budget 8"  # fmt: skip
+TOO_LARGE = "pipeline_llama.py --model random/llama-3.2-1b --num-layers 8 --dtype bfloat16 " \
+    "--batch-size 2 --microbatches 2 --seq-len 64 --memory-budget 5"  # fmt: skip
 LONG = "tp_training.py --model random/small --num-layers 4 --batch-size 4 --seq-len 10000 " \
     "--iterations 2 --memory-budget 8"  # fmt: skip
+SHARDED = "data_parallel.py --memory-budget 0.7 --model random/balanced --batch-size 4 " \
+    "--seq-len 32 --num-sequences 20 --epochs 1 --strategy"  # fmt: skip
 # script: {file in outputs/: the commands whose outputs it has, one after the other}. "! " before a
 # command: it is refused, with one line.
 MORE = {
@@ -61,6 +65,11 @@ MORE = {
             "python tasks/data_parallel.py --spawn 2 --epochs 3 --model random/gpt2-small-test "
             "--gradients-dir gradients",
             "python tasks/data_parallel.py --compare-gradients gradients",
+        ],
+        "data_parallel_budget": [
+            f"! {ON_1}{SHARDED} fsdp2",
+            *(f"! {ON_2}{SHARDED} {strategy}" for strategy in ("by-hand", "ddp", "zero1")),
+            f"{ON_2}{SHARDED} fsdp2",
         ],
     },
     "pipeline_threads": {
@@ -365,6 +374,16 @@ def longest_splits(data):
     return [*rows, "", on(data | results, f"{what}, {data['world_size']} ranks")]
 
 
+def strategies(data, article=None):
+    """Each strategy of data parallelism alone. article: see `strategies.rows`."""
+    lines = rows(data, article)
+    if not data:
+        return lines
+    size = f"{data['batch_size']} x {data['seq_len']} tokens a rank"
+    what = f"`{data['model']}`, {data['dtype']}, {size}"
+    return [*lines, "", on(data, what)]
+
+
 TABLES = {  # name in its page: (made by, of)
     "summary": (summary, "report.json"),
     "checks": (checks, "report.json"),
@@ -373,6 +392,8 @@ TABLES = {  # name in its page: (made by, of)
     "longest": (longest, "longest.json"),
     "long_speed": (long_speed, "long_speed.json"),
     "memory": (memory, "estimate.json"),
+    "strategies": (strategies, "strategies.json"),
+    "strategies_gpu": (partial(strategies, article=ARTICLE_GB), "gpu/strategies.json"),
     "sequence": (sequence, "sequence_speed.json"),
     "sequence_4": (sequence, "sequence_speed_4.json"),
     "gpu": (gpu.table, "gpu/gpu.json"),

@@ -18,6 +18,11 @@ embedding, last norm and head stay whole until the backward, and are sent twice.
 
 checks each against a single-rank run of the unmodified model, and trains with it.
 
+    OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 2 tasks/data_parallel.py \\
+        --memory-budget 0.7 --model random/balanced --batch-size 4 --seq-len 32
+
+trains with FSDP2 what has no room on a single rank, nor on two with `--strategy zero1`.
+
     python tasks/data_parallel.py --spawn 2 --epochs 3 --gradients-dir gradients
     python tasks/data_parallel.py --compare-gradients gradients
 
@@ -25,9 +30,11 @@ The first starts processes as the course does, without torchrun. They train by h
 checks, and write the gradients of the first batch. The second compares these files to the bit.
 """
 
+import math
 import os
 import random
 import sys
+from contextlib import contextmanager
 from functools import partial, singledispatch
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -46,12 +53,22 @@ from utils.batches import Batches, check_partitions, gather_batch, pad, read_sam
 from utils.checkpoint import fingerprint
 from utils.collectives import all_reduce, check_mesh, group_of_axis, sum_in_place
 from utils.environment import fail, read_environment
-from utils.epochs import estimate, expect_training, print_workers, train
+from utils.epochs import (
+    bytes_held,
+    check_losses,
+    estimate,
+    expect_training,
+    losses_alone,
+    print_workers,
+    train,
+)
 from utils.errors import UserError
 from utils.families import ALL_FAMILIES, layers_of, restore_dropout
-from utils.flags import make_parser, natural, positive, rate
+from utils.flags import gib, make_parser, natural, positive, rate
 from utils.job import start
-from utils.model_checks import token_losses
+from utils.measure import is_for_memory, limited_memory
+from utils.memory_profile import record_memory
+from utils.model_checks import error_of_mean, token_losses
 from utils.processes import (
     ADDRESS,
     PORT,
@@ -62,7 +79,7 @@ from utils.processes import (
     wait_for_all,
 )
 from utils.shards import shard_range
-from utils.step_checks import Reference, check_copies
+from utils.step_checks import Reference, check_copies, compares_changes
 
 # ---------------------------------------------------------------- the technique: data
 
@@ -171,10 +188,15 @@ def forward_backward(model, batch, group):
     return part.detach(), logits.detach()
 
 
-def shard_fully(model, mesh):
-    """FSDP2, in place: each layer's parameters, and all others, as slices; also on device meta."""
-    for layer in layers_of(model):
-        fully_shard(layer, mesh=mesh)
+def shard_fully(model, mesh, by_layer=True):
+    """FSDP2, in place: each layer's parameters, and all others, as slices; also on device meta.
+
+    A unit's parameters are gathered while it runs. by_layer: each layer is a unit. If not, the
+    model is one unit, and is whole during the step: see `numbers_at_peak`.
+    """
+    if by_layer:
+        for layer in layers_of(model):
+            fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
 
 
@@ -348,6 +370,9 @@ def main():
         "none")  # fmt: skip
     add("--compare-gradients", type=Path, metavar="DIR", help="compare the files that "
         "--gradients-dir has written there, on one rank, and stop; default none")  # fmt: skip
+    add("--memory-budget", type=gib, metavar="GIB", help="in place of the other checks: train with "
+        "so much memory on each rank beyond what it has before the model; --strategy is fsdp2 by "
+        "default then; default none")  # fmt: skip
     add("--estimate", action="store_true", help="say what memory it wants, and stop; default no")
     args = parser.parse_args()
     # With --spawn MASTER_PORT alone says where the processes meet.
@@ -362,7 +387,10 @@ def main():
     world_size = args.spawn or world_size
     if args.batch_size < world_size and not args.estimate:
         fail(f"--batch-size {args.batch_size}: fewer sequences than {world_size} ranks")
-    args.strategy = args.strategy or ("by-hand" if args.spawn else "all")
+    if args.memory_budget and (args.gradients_dir or not args.epochs):
+        fail("--memory-budget trains: with 1 or more --epochs, and without --gradients-dir")
+    default = "fsdp2" if args.memory_budget else "by-hand" if args.spawn else "all"
+    args.strategy = args.strategy or default
     if args.gradients_dir and args.strategy not in ("all", "by-hand"):
         fail("--gradients-dir writes the gradients of --strategy by-hand")
     if args.spawn:
@@ -389,6 +417,8 @@ def show(run, args):
     mesh, batches = run.mesh("dp"), [Batches(run, loader, collate) for loader in loaders]
     check_partitions(run, data, parts, batches)
     steps, reference, expected = list(batches[0]), None, None
+    if args.memory_budget:
+        return train_within(run, args, mesh, batches)
     if args.train_only:
         restore_dropout(run.source)
         if any(run.source.dropout.values()):
@@ -417,6 +447,119 @@ def show(run, args):
             own = reference.own if reference else 0.0
             train(run, strategy, replica, batches, args.epochs, args.lr, expected, own)
         del replica  # before the next one's
+
+
+def train_within(run, args, mesh, batches):
+    """Train where each rank has no more memory than it is given.
+
+    What is compared with that needs more memory: the losses of a single rank, and FSDP2's peaks.
+    Both come afterwards, without the limit.
+    """
+    strategies, losses = STRATEGIES if args.strategy == "all" else [args.strategy], {}
+    warm_up(run)
+    for strategy in strategies:
+        with limited_to(run, strategy, args.memory_budget):
+            replica = Replica(run, strategy, mesh)
+            losses[strategy] = train(run, strategy, replica, batches, args.epochs, args.lr)
+            del replica
+    if compares_changes(run):
+        own = error_of_loss(run, gather_batch(run, next(iter(batches[0])))[1])
+        expected = losses_alone(run, batches, args.epochs, args.lr)
+        for strategy in strategies:
+            check_losses(run, strategy, losses[strategy], expected, own)
+    if "fsdp2" in strategies and run.world_size > 1:
+        for by_layer in True, False:
+            check_peak(run, mesh, by_layer)
+
+
+@contextmanager
+def limited_to(run, strategy, budget):
+    """`limited_memory`; what does not fit is one line that names the strategy."""
+    run.print0(f"{strategy}: {budget / 2**30:.2f} GiB for weights, gradients, Adam's states and "
+               "activations of each rank")  # fmt: skip
+    try:
+        with limited_memory(run.device, budget):
+            yield
+    except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
+        if not is_for_memory(error):
+            raise
+        raise UserError(
+            f"out of memory: {strategy} does not train {run.source.name} with {budget / 2**30:.2f} "
+            f"GiB on each of {run.world_size} rank(s); take more ranks, or more --memory-budget"
+        ) from None
+
+
+def warm_up(run):
+    """A step of Adam on one number: what PyTorch imports for it is no part of a budget."""
+    number = torch.nn.Parameter(torch.zeros(1, device=run.device))
+    number.grad = torch.zeros_like(number)
+    torch.optim.AdamW([number]).step()
+
+
+@torch.no_grad()
+def error_of_loss(run, batch):
+    """The error of the reference's mean loss, see `error_of_mean`, of the whole batch."""
+    ids, mask, labels = batch
+
+    def losses(model):
+        logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+        return [token_losses(logits, labels)]
+
+    return error_of_mean(*run.expect(losses, run.references(run.load_reference()))[0])
+
+
+def numbers_at_peak(run, by_layer):
+    """What a rank of P holds at most in a step with FSDP2, of few tokens: so many numbers.
+
+    Its shares of weights and of Adam's states are 3 W / P. In the backward each unit has its
+    gradients whole, and once more in the order in which they are summed; what is done is a share.
+    The root, with what no layer has, is whole from the forward on. Of a head, of its gradient, and
+    of L layers the peak is the larger of
+
+        4 layers + root + head + (L - 2) layers / P     a layer, when the next one is gathered
+        2 roots + (W - root) / P                        the root, at the end
+
+    If the model is one unit, it is the root: 3 W / P + 2 W. (The CPU copies once more those
+    gradients whose rows do not divide by P. A tied head has a gradient of its own, which is added
+    to the embedding's.)
+    """
+    P, model = run.world_size, run.source.empty_model()
+    layers = layers_of(model) if by_layer else []
+    inside = {id(p) for layer in layers for p in layer.parameters()}
+    parameters = dict.fromkeys(model.parameters())
+    of_root = [p for p in parameters if id(p) not in inside]
+    whole, root = (sum(p.numel() for p in some) for some in (parameters, of_root))
+    head = model.lm_head.weight.numel()
+    tied = run.source.config.tie_word_embeddings
+    once_more = [p.numel() for p in of_root if p.shape[0] % P and run.device.type == "cpu"]
+    moments = [2 * root + (whole - root) / P + max(sum(once_more), 2 * head * tied)]
+    if layers:
+        layer = sum(p.numel() for p in layers[0].parameters())
+        moments.append(4 * layer + root + head + max(0, len(layers) - 2) * layer / P)
+    return 3 * whole / P + max(moments)
+
+
+def check_peak(run, mesh, by_layer):
+    """The most that tensors hold in a forward and backward with FSDP2 is what the formula says."""
+    model = run.load_model(partial(shard_fully, mesh=mesh, by_layer=by_layer)).to(run.device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    ids = torch.zeros(1, 3, dtype=torch.long, device=run.device)
+    step = partial(forward_backward, model, (ids, torch.ones_like(ids), ids), group_of_axis(mesh))
+    step()
+    optimizer.step()
+    weights, _, states = bytes_held(model, optimizer)
+    optimizer.zero_grad()
+    peak = weights + states + sum(record_memory(step, run.device)[1].values())
+    said = numbers_at_peak(run, by_layer) * run.dtype.itemsize
+    copies = 4 * sum(map(math.prod, run.source.shapes.values())) * run.dtype.itemsize
+    name = f"fsdp2, {'each layer a unit' if by_layer else 'the model one unit'}"
+    mib = [size / 2**20 for size in (peak, said, copies)]
+    run.print0(f"peak of tensors, MiB, {name}: in a step of 3 tokens {mib[0]:.1f}, by the formula "
+               f"{mib[1]:.1f}; with copies of all {mib[2]:.1f} at least")  # fmt: skip
+    pair = [torch.tensor(size) for size in mib[:2]]
+    # A tenth, as for every peak by a formula; and a quarter of a MiB for the tokens' activations.
+    run.check(f"{name}: peak in MiB, by the formula", [pair], tolerance=0.1 * mib[1] + 0.25)
+    run.results.setdefault("peak_bytes", {})[name] = [peak, said]
 
 
 def check_files(run, replica, batch, folder, reference):

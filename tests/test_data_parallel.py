@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import launch
-from data_parallel import DataPartitioner, Partition, partition_dataset
+from data_parallel import STRATEGIES, DataPartitioner, Partition, partition_dataset
 from test_readme import same
 from utils import processes
 from utils.batches import pad
@@ -225,10 +225,42 @@ def test_port(monkeypatch):
         (["--num-sequences", 1], 2, "--num-sequences 1: 1 to train on and 0 to validate"),
         (["--lr", 0], 1, "--lr: must be above 0"),
         (["--seq-len", 2], 2, "--seq-len 2: too short"),
+        (["--memory-budget", 1, "--epochs", 0], 1, "--memory-budget trains: with 1 or more"),
     ],
 )
 def test_refused(flags, nproc, message, tmp_path):
     launch.ranks(FILE, *flags, nproc=nproc, folder=tmp_path).assert_refused(message)
+
+
+SHORT = ["--model", "random/balanced", "--num-layers", 10, "--batch-size", 2, "--seq-len", 8]
+SHORT += ["--num-sequences", 8, "--epochs", 1, "--memory-budget", 0.47]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only there can a process's memory be limited")
+@pytest.mark.parametrize(
+    ("strategy", "nproc"),
+    [
+        ("fsdp2", 1),
+        *(pytest.param(strategy, 2, marks=pytest.mark.stress) for strategy in STRATEGIES),
+    ],
+)
+def test_a_model_that_does_not_fit(strategy, nproc, tmp_path):
+    """Weights, gradients and states of ZeRO-1 are 0.52 GiB; with FSDP2 a rank has 0.42."""
+    result = launch.ranks(FILE, *SHORT, "--strategy", strategy, nproc=nproc, folder=tmp_path)
+    if (strategy, nproc) == ("fsdp2", 2):
+        assert result.code == 0 and result.out.count("Tests passed") == 2, result.tail()
+        return
+    result.assert_refused(f"out of memory: {strategy} does not train random/balanced", 60)
+
+
+def test_with_a_budget(tmp_path):
+    """Enough for FSDP2, which is the default then. On three ranks a weight's rows do not divide."""
+    args = ["--memory-budget", 2, "--seq-len", 9, "--num-sequences", 12]
+    args += ["--epochs", 1, "--dtype", "float64"]
+    result = launch.ranks(FILE, *args, nproc=3, folder=tmp_path)
+    assert result.code == 0 and result.out.count("Tests passed") == 3, result.tail()
+    for check in "fsdp2: losses of the training", "fsdp2, the model one unit: peak in MiB":
+        assert f"check {check}" in result.out, result.tail()
 
 
 def test_few_samples(tmp_path):

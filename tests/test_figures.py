@@ -22,6 +22,7 @@ import gpu
 import longest
 import one_step
 import records
+import strategies
 import tolerance
 import tp_speed
 import training_memory
@@ -212,6 +213,7 @@ def test_diagrams(record, nproc, pictures, tmp_path):
         ("tolerance", ["--texts", 1]), ("one_step", ["--positions", 256]),
         ("pipeline", ["--seq-len", 16, "--microbatches", 2]),
         ("data_speed", ["--seq-len", 16, "--batch-size", 2]),
+        pytest.param("strategies", ["--seq-len", 16, "--only", "ddp"], marks=pytest.mark.stress),
         ("mesh_speed", ["--seq-len", 16, "--batch-size", 2]), ("ring_speed", ["--seq-len", 64]),
         pytest.param("sequence_speed", ["--seq-len", 64, "--budget", 12], marks=pytest.mark.stress),
     ],
@@ -272,6 +274,34 @@ def test_worker_speed_runs(tmp_path):
     file = launch.ROOT / "figures" / "worker_speed.py"
     result = launch.run([sys.executable, file, *words, "--json", tmp_path / "speed.json"])
     assert result.code == 0 and "2 worker(s), batch 4: training time" in result.out, result.tail()
+
+
+def test_strategies(monkeypatch, tmp_path, capsys):
+    """Each is a job of its own, in turns; the table has the largest peak, and all ranks' tokens."""
+
+    def on_ranks(file, nproc, *flags, **more):
+        name = flags[flags.index("--only") + 1]
+        jobs.append(name)
+        row = {"tensors": (3 + len(jobs)) * 10**9, "estimate": 4e9, "process": 5e9, "bytes": [0, 0]}
+        results = {"step_s": [0.5, 0.25, 4.0], "techniques": {name: row}}
+        record = {"results": results, "device": "cpu", "model": "tiny", "dtype": "float32"}
+        record |= {"backend": "gloo", "versions": {"torch": "2", "transformers": "5"}}
+        return record, None
+
+    jobs, path = [], tmp_path / "strategies.json"
+    monkeypatch.setattr(strategies, "torchrun", on_ranks)
+    monkeypatch.setattr(sys, "argv", ["strategies", "--device", "cpu", "--json", str(path)])
+    strategies.main()
+    names = list(strategies.STRATEGIES)
+    assert jobs == names + names[1:] + names[:1]
+    printed = capsys.readouterr().out
+    assert "| one process | 1 | 2 x 64 | 256 | 13.00 | 4.00 | 5.00 |" in printed
+    assert "| ddp | 2 | 4 x 64 | 512 | 10.00 | 4.00 | 5.00 |" in printed
+    data = json.loads(path.read_text())
+    assert strategies.rows(data)[2] in printed
+    assert "| zero1 | | | not run" in "\n".join(
+        line.replace("|  |  |", "| | |") for line in strategies.rows(None, strategies.ARTICLE_GB)
+    )
 
 
 @pytest.mark.parametrize("name", ["pipeline", "data_parallel"])

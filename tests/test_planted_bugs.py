@@ -889,6 +889,20 @@ BUGS = {
         "data_parallel --strategy fsdp2", 2, "data_parallel.py",
         "    fully_shard(model, mesh=mesh)\n", "", "none whole that should be split",
     ),
+    "under a budget another rate is taken": (
+        "data_parallel --memory-budget 4 --strategy by-hand", 2, "data_parallel.py",
+        "replica, batches, args.epochs, args.lr)\n            del replica",
+        "replica, batches, args.epochs, 2 * args.lr)\n            del replica",
+        "losses of the training",
+    ),
+    "FSDP2's layers are no units": (
+        "data_parallel --memory-budget 4 --model tiny", 2, "data_parallel.py",
+        "    if by_layer:\n", "    if False:\n", "each layer a unit: peak",
+    ),
+    "the model is not one unit": (
+        "data_parallel --memory-budget 4 --model tiny", 2, "data_parallel.py",
+        "    if by_layer:\n", "    if True:\n", "the model one unit: peak",
+    ),
     "columns of a product are not put side by side in their order": (
         "tp_naive", 2, "collectives.py", "pieces = zip(all_gather(padded, group), shares",
         "pieces = zip(all_gather(padded, group).flip(0), shares", "product by columns: y",

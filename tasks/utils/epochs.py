@@ -70,12 +70,15 @@ def print_workers(run):
 
 
 def expect_training(run, reference, batches, epochs, lr):
-    """The references' losses, of each step and of each epoch's validation, on the ranks' batches.
+    """`losses_alone`, or None where what three steps change is not compared, either.
 
-    reference: a `step_checks.Reference`. None where its three steps are not compared, either.
+    reference: a `step_checks.Reference`.
     """
-    if not epochs or not reference.three:
-        return None
+    return losses_alone(run, batches, epochs, lr) if epochs and reference.three else None
+
+
+def losses_alone(run, batches, epochs, lr):
+    """The references' losses on the ranks' batches, of each step and each epoch's validation."""
     steps, validation = ([gather_batch(run, batch)[1] for batch in each] for each in batches)
 
     def curve(model):
@@ -99,6 +102,8 @@ def expect_training(run, reference, batches, epochs, lr):
 
 def train(run, strategy, replica, batches, epochs, lr, expected=None, own=0.0):
     """So many epochs of AdamW; time, throughput, losses, and memory, which is checked.
+
+    Returns the losses of all steps, and after those of each epoch its validation's.
 
     replica: `step(batch)` fills in the gradients and returns this rank's part of the loss first;
     `optimizer(parameters, kind, ...)`, `logits(ids, mask)`, and `model`, which has the parameters.
@@ -127,10 +132,10 @@ def train(run, strategy, replica, batches, epochs, lr, expected=None, own=0.0):
             records.append(run.gather_objects(mine))
 
     peaks = peak_memory(run, all_epochs)
+    of_epochs = (ranks[0]["losses"] + [ranks[0]["validation_loss"]] for ranks in records)
+    losses = list(chain(*of_epochs))
     if expected:
-        of_epochs = (ranks[0]["losses"] + [ranks[0]["validation_loss"]] for ranks in records)
-        losses = expected[0].new_tensor(list(chain(*of_epochs)))
-        run.check(f"{strategy}: losses of the training", [(losses, *expected)], own=own)
+        check_losses(run, strategy, losses, expected, own)
     check_copies(run, f"{strategy}: copies of a parameter, trained", replica.model)
     check_memory(run, strategy, replica.model, optimizer, activations)
     counted = records[1:] or records  # the first epoch warms up
@@ -140,6 +145,13 @@ def train(run, strategy, replica, batches, epochs, lr, expected=None, own=0.0):
                f"{len(counted)} after {len(records) - len(counted)} to warm up")  # fmt: skip
     run.print0(f"tokens_per_second={mean_and_deviation(speeds, '.0f')}, "
                f"max_mem={max(peaks) / 1e9:.2f}gb")  # fmt: skip
+    return losses
+
+
+def check_losses(run, strategy, losses, expected, own):
+    """Those of a training are the references', in the same order. own: see `Run.compare`."""
+    losses = expected[0].new_tensor(losses)
+    run.check(f"{strategy}: losses of the training", [(losses, *expected)], own=own)
 
 
 def train_epoch(run, replica, optimizer, batches, epoch):

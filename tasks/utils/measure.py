@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from utils.errors import UserError
 from utils.families import base_of, embedding_of, norm_of
 from utils.traffic import bytes_sent
 
@@ -132,10 +133,12 @@ def limited_memory(device, budget):
     on the segments that it holds, with what is lost between tensors; what is free in those of the
     tensors there are counts as budget. On Linux it is that of a process's private memory: every
     large tensor is a mapping of its own then, which goes back at once when freed. (Set
-    THP_MEM_ALLOC_ENABLE=0, else each is rounded up to 2 MiB.)
+    THP_MEM_ALLOC_ENABLE=0, else each is rounded up to 2 MiB.) Elsewhere UserError.
     """
     if budget is None:
         yield
+    elif device.type != "cuda" and sys.platform != "linux":
+        raise UserError("--memory-budget: only on CUDA and Linux can memory be limited")
     elif device.type == "cuda":
         torch.cuda.empty_cache()
         total = torch.cuda.get_device_properties(device).total_memory

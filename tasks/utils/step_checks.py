@@ -45,8 +45,7 @@ class Reference:
 
         self.models, self.trained = run.references(run.load_reference()), []
         self.only, self.mask = compared_layers(run), mask
-        small = number_of_parameters(run.source) <= LARGE
-        self.three = small and run.dtype != torch.bfloat16  # which has no digits for small changes
+        self.three = compares_changes(run)
         if not self.three:
             run.print0("note: what three steps change is compared of models up to "
                        f"{LARGE / 1e6:.0f} M parameters, in float32 and float64")  # fmt: skip
@@ -118,6 +117,11 @@ class Reference:
         """Those of a module's parameters are what the whole batch gives on the single rank."""
         title = f"{name}: gradients"
         compare_gradients(run, title, module, self.models, self.only)
+
+
+def compares_changes(run):
+    """Whether what steps change is compared: bfloat16 has no digits for small changes."""
+    return number_of_parameters(run.source) <= LARGE and run.dtype != torch.bfloat16
 
 
 def sum_of_parts(run, loss):
