@@ -473,7 +473,11 @@ def main():
         "with; default 40")  # fmt: skip
     add("--dropout", action="store_true", help="train with GPT-2's dropout as shipped; no two "
         "runs are alike then: only that the loss falls is checked; default no")  # fmt: skip
-    start(parser.parse_args(), show)
+    args = parser.parse_args()
+    for name in "epochs", "lr", "num_sequences", "dropout":
+        if not args.model_parallel_mode and getattr(args, name) != parser.get_default(name):
+            parser.error(f"--{name.replace('_', '-')}: of --model-parallel-mode, give that, too")
+    start(args, show)
 
 
 def show(run, args):
@@ -588,20 +592,22 @@ def show_training(run, args, devices):
     trainers = {mode: Trainer(run, args, mode, stops, devices) for mode in names}
     before = {mode: [p.detach().clone() for p in trainer.model.parameters()]
               for mode, trainer in trainers.items() if trained}  # fmt: skip
+    # Of the same samples: a step's loss, or the validation's, is of others.
+    first = {mode: validate(run, trainer, batches[0]) for mode, trainer in trainers.items()}
     for epoch in range(args.epochs):
         for mode in names if epoch % 2 == 0 else reversed(names):  # for what ran before may matter
             run.print0(f"mode {mode}:")
             train_one(run, trainers[mode], batches, epoch)
     for mode, trainer in trainers.items():
-        losses = [loss for record in trainer.records
-                  for loss in (*record["losses"], record["validation_loss"])]  # fmt: skip
         if expected:
+            losses = [loss for record in trainer.records
+                      for loss in (*record["losses"], record["validation_loss"])]  # fmt: skip
             pair = expected[0].new_tensor(losses), *expected
             run.check(f"{mode}: losses of the training", [pair], own=own)
             for parameter, old in zip(trainer.model.parameters(), before[mode], strict=True):
                 parameter.grad = parameter.detach() - old
             compare_gradients(run, f"{mode}: changes by the training", trainer.model, trained)
-        fallen = torch.tensor(float(losses[-1] < losses[0]))
+        fallen = torch.tensor(float(validate(run, trainer, batches[0]) < first[mode]))
         run.check(f"{mode}: last loss, below the first", [(fallen, torch.ones(()))], tolerance=0.0)
         if run.source.config.tie_word_embeddings:
             ends = embedding_of(trainer.model).weight, trainer.model.lm_head.weight.to(run.device)
