@@ -38,7 +38,7 @@ START = "$ OMP_NUM_THREADS=1 torchrun --standalone"
 ON_2, ON_4 = (f"torchrun --standalone --nproc_per_node {ranks} tasks/" for ranks in (2, 4))
 ON_1 = "torchrun --standalone --nproc_per_node 1 tasks/"
 TOO_LARGE = "pipeline_llama.py --model random/llama-3.2-1b --num-layers 8 --dtype bfloat16 " \
-    "--batch-size 2 --microbatches 2 --seq-len 64 --memory-budget 5"  # fmt: skip
+    "--batch-size 2 --microbatches 2 --seq-len 64 --memory-budget 5.9"  # fmt: skip
 LONG = "tp_training.py --model random/small --num-layers 4 --batch-size 4 --seq-len 10000 " \
     "--iterations 2 --memory-budget 8"  # fmt: skip
 SHARDED = "data_parallel.py --memory-budget 0.7 --model random/balanced --batch-size 4 " \

@@ -10,7 +10,7 @@ from itertools import chain, pairwise
 
 import torch
 
-from formulas import Rank, dtensor_loss, own_loss, step, up
+from formulas import Rank, dtensor_loss, loss_beside_logits, own_loss, plain_loss, step, up
 from longest import a_token
 from memory.finetune import default_tile_mib
 from memory.head_groups import plan_rounds
@@ -28,7 +28,7 @@ def one_process(work, P):
     """The unmodified model, alone."""
     if P > 1:
         raise UserError("one process")
-    return step(work, own_loss)
+    return step(work, plain_loss)
 
 
 def summed(work, rank, P, tp=1):
@@ -112,7 +112,11 @@ def pipeline(work, P, schedule="1f1b"):
         kept, beside = (stop - first) * work.kept() * t, work.backward() * t
         if last:  # which keeps all logits, and at the end makes one tensor of them
             kept += work.H * (2 * w + e) * t
-            beside = max(beside + table, (own_loss(work) - e) * work.V * t) + logits
+            words = work.V * t
+            log_probabilities = e if e == 8 else 0  # of PyTorch's loss, which keeps them
+            kept += log_probabilities * words
+            of_loss = (loss_beside_logits(work) - e - log_probabilities) * words
+            beside = max(beside + table, of_loss) + logits
             beside += table * (s == 0 and work.tied)
         alive = gradients = most = at_once = 0
         for kind, _ in BY_HAND[schedule](m, P, s):
@@ -133,14 +137,14 @@ def pipeline(work, P, schedule="1f1b"):
 
 def by_hand(work, P):
     """`data_parallel.py`: copies of all."""
-    rank = step(work, own_loss)
+    rank = step(work, loss_beside_logits)
     rank.sent = summed(work, rank, P)
     return rank
 
 
 def ddp(work, P):
     """Gradients are views of DDP's buckets, and so there all the time."""
-    rank = step(work, own_loss)
+    rank = step(work, loss_beside_logits)
     rank.sent = ring(work, P, rank.parameters / work.e)
     rank.moments["loss"] += rank.gradients
     rank.moments["last layer"] += rank.gradients - work.table() * work.e
@@ -155,7 +159,7 @@ def zero1(work, P):
     return rank
 
 
-def fully_sharded(work, P, tp=1, loss=own_loss, own=1.0, base_apart=False, more=0):
+def fully_sharded(work, P, tp=1, loss=loss_beside_logits, own=1.0, base_apart=False, more=0):
     """FSDP2: a P-th of everything; layers whole while they run, the ends from forward to backward.
 
     tp: ranks that share a layer besides. base_apart: embedding and last norm are a unit of their
