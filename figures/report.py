@@ -142,7 +142,8 @@ def outputs_of(commands):
             if bool(done.returncode) != refused:
                 sys.exit(f"{done.stdout[-3000:]}{done.stderr[-3000:]}\nerror: {command} "
                          f"ended with exit code {done.returncode}")  # fmt: skip
-            lines = [line for line in done.stdout.splitlines() if not line.startswith("note: ")]
+            of_machine = "note: ", "smollm2 is cached in "
+            lines = [line for line in done.stdout.splitlines() if not line.startswith(of_machine)]
             if refused:
                 lines += [line for line in done.stderr.splitlines() if line.startswith("error: ")]
             text += "\n".join([f"$ OMP_NUM_THREADS=1 {command}", *lines]) + "\n"

@@ -45,7 +45,8 @@ def pytest_collection_modifyitems(items):
         reasons = [mark.kwargs.get("reason", "") for mark in item.iter_markers("skipif")]
         if any(reason.startswith("no GPU") for reason in reasons):
             item.add_marker("gpu")
-        slow = item.name.startswith("test_other_commands") or item.get_closest_marker("stress")
+        marks = {mark.name for mark in item.iter_markers()}
+        slow = item.name.startswith("test_other_commands") or marks & {"stress", "real"}
         once = item.name.startswith("test_float64[") and item.name.endswith("-2]")
         if once or (item.path.name in QUICK and not slow):
             item.add_marker("quick")

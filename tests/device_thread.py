@@ -170,6 +170,15 @@ class FailsOnce(nn.Module):
         return Fails.apply(x) if fails else x * 1
 
 
+def wait_for_device():
+    """Wait for autograd's thread of the device: it takes one thing after the other.
+
+    An exception in the thread of one device does not stop what that of another is doing: PyTorch
+    gives it to the caller at once.
+    """
+    torch.ones(1).to(FAKE).requires_grad_().sum().backward()
+
+
 def an_exception():
     """It reaches the caller, and the pipe goes on after it."""
     for place in range(3):
@@ -182,6 +191,7 @@ def an_exception():
             assert str(error) == "planted"
         else:
             raise AssertionError("the exception got lost")
+        wait_for_device()
         assert_bits(whole, step(pipe, x), x)
 
 
