@@ -63,9 +63,8 @@ def test_float32(peft, tmp_path):
     assert result.code == 0 and result.out.count("Tests passed") == 3, result.tail()
 
 
-@pytest.mark.parametrize(
-    "peft", [*(pytest.param(p, marks=pytest.mark.stress) for p in ("prompt", "lora")), "none"]
-)
+@STRESS  # (prompt tuning in bfloat16 is one of `test_tasks.test_bfloat16`)
+@pytest.mark.parametrize("peft", ["prompt", "lora", "none"])
 def test_bfloat16(peft, odd_llama, tmp_path):
     """Of an untrained model, whose gradients are next to nothing here and there."""
     args = ["--model", odd_llama, "--dtype", "bfloat16", "--peft", peft, "--check-steps", 3]

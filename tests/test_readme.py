@@ -127,9 +127,8 @@ def test_every_task_is_shown():
     assert {name for of_script in report.MORE.values() for name in of_script} == MORE_SHOWN.keys()
 
 
-LONG = re.compile(
-    "long_speed|ulysses_speed|decoding|memory-budget|--peft lora"
-)  # what they do, other tests do, too
+# What these do, other tests do, too.
+LONG = re.compile("long_speed|ulysses_speed|decoding|tp_training|--peft lora|tp_llama.* random/")
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def test_recorded_memory():
     assert seconds == sorted(seconds) and seconds[0] == 0
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.stress)])
 def test_memory_of_a_step(ranks, tmp_path):
     """Three arrays as large as the logits at once; split, two of a rank's share of the words.
 
