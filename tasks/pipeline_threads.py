@@ -43,7 +43,13 @@ from data_parallel import DataPartitioner
 from pipeline_llama import clock_cycles
 from utils.batches import Batches, pad, read_samples
 from utils.collectives import sum_copies
-from utils.epochs import mean_and_deviation, train_epoch, validate
+from utils.epochs import (
+    check_losses,
+    losses_of_training,
+    mean_and_deviation,
+    train_epoch,
+    validate,
+)
 from utils.errors import UserError
 from utils.families import (
     ALL_FAMILIES,
@@ -63,7 +69,6 @@ from utils.model_checks import (
     make_batch,
     mean_loss,
     number_of_parameters,
-    plain_loss,
     token_losses,
 )
 from utils.shards import balance
@@ -602,8 +607,7 @@ def show_training(run, args, devices):
         if expected:
             losses = [loss for record in trainer.records
                       for loss in (*record["losses"], record["validation_loss"])]  # fmt: skip
-            pair = expected[0].new_tensor(losses), *expected
-            run.check(f"{mode}: losses of the training", [pair], own=own)
+            check_losses(run, mode, losses, expected, own)
             for parameter, old in zip(trainer.model.parameters(), before[mode], strict=True):
                 parameter.grad = parameter.detach() - old
             compare_gradients(run, f"{mode}: changes by the training", trainer.model, trained)
@@ -642,18 +646,7 @@ def expect_epochs(run, batches, epochs, lr):
     steps, validation = (list(each) for each in batches)
 
     def train(model):
-        optimizer, losses = torch.optim.AdamW(model.parameters(), lr), []
-        for _ in range(epochs):
-            for ids, mask, labels in steps:
-                optimizer.zero_grad()
-                loss = plain_loss(model, labels, input_ids=ids, attention_mask=mask)
-                loss.backward()
-                optimizer.step()
-                losses.append(loss.detach())
-            ids, mask, labels = map(torch.cat, zip(*validation, strict=True))
-            with torch.no_grad():
-                losses.append(plain_loss(model, labels, input_ids=ids, attention_mask=mask))
-        return torch.stack(losses)
+        return losses_of_training(model, steps, validation, epochs, lr)
 
     curves = [keep_changes(list(one.parameters()), partial(train, one))[1] for one in models]
     for parameter, *exact in zip(*(one.parameters() for one in models), strict=True):

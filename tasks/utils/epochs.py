@@ -82,22 +82,30 @@ def losses_alone(run, batches, epochs, lr):
     steps, validation = ([gather_batch(run, batch)[1] for batch in each] for each in batches)
 
     def curve(model):
-        optimizer, losses = torch.optim.AdamW(model.parameters(), lr), []
-        for _ in range(epochs):
-            for ids, mask, labels in steps:
-                optimizer.zero_grad()
-                loss = plain_loss(model, labels, input_ids=ids, attention_mask=mask)
-                loss.backward()
-                optimizer.step()
-                losses.append(loss.detach())
-            ids, mask, labels = map(torch.cat, zip(*validation, strict=True))
-            with torch.no_grad():
-                losses.append(plain_loss(model, labels, input_ids=ids, attention_mask=mask))
-        return [torch.stack(losses)]
+        return [losses_of_training(model, steps, validation, epochs, lr)]
 
     model = run.load_reference()
     wide = [wider_copy(model)] if model and run.dtype in WIDER else []
     return run.expect(curve, [model, *wide] if model else [])[0]
+
+
+def losses_of_training(model, steps, validation, epochs, lr):
+    """Train an unsplit model by AdamW: the losses of each step and each epoch's validation.
+
+    steps, validation: batches of ids, mask and labels, (B, S) each; those of validation as one.
+    """
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr), []
+    for _ in range(epochs):
+        for ids, mask, labels in steps:
+            optimizer.zero_grad()
+            loss = plain_loss(model, labels, input_ids=ids, attention_mask=mask)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+        ids, mask, labels = map(torch.cat, zip(*validation, strict=True))
+        with torch.no_grad():
+            losses.append(plain_loss(model, labels, input_ids=ids, attention_mask=mask))
+    return torch.stack(losses)
 
 
 def train(run, strategy, replica, batches, epochs, lr, expected=None, own=0.0):
