@@ -33,10 +33,13 @@ def draw_memory(data, path):
         over_time.set_title(f"{profile['model']}, {tokens} tokens, vocabulary "
                             f"{profile['vocab_size']:,}", fontsize=9)  # fmt: skip
         over_time.set(xlabel="of the step's time", ylabel="GiB of tensors", ylim=0)
-        over_time.legend(frameon=False, fontsize=7, loc="upper left")
         at_peak.invert_yaxis()
         at_peak.set_yticks(range(len(CONTENDERS)), CONTENDERS, fontsize=8)
         at_peak.set_xlabel("GiB at the peak")
+    # Below the pictures, where no curve is.
     axes[1][0].legend(fontsize=7, ncols=4, loc="upper left", bbox_to_anchor=(0, -0.3))
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    axes[1][-1].legend(handles, labels, fontsize=7, ncols=3, loc="upper right",
+                       bbox_to_anchor=(1, -0.3))  # fmt: skip
     finish(figure, axes.flatten(), "a training step, forward, backward and SGD",
            data | data["versions"], path)  # fmt: skip
