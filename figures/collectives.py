@@ -21,11 +21,11 @@ import torch
 import torch.distributed as dist
 import transformers
 
+from harness.flags import make_parser, positive
+from harness.job import start
 from records import add, machine, resume, torchrun
+from shared_memory.group import NAME
 from utils.errors import UserError
-from utils.flags import make_parser, positive
-from utils.job import start
-from utils.shared_group import NAME
 
 KIB = [1, 8, 64, 512, 4096, 16384]
 TURNS, BLOCK = 9, 30  # sums in a block; the first block of each only warms up

@@ -14,8 +14,8 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from dtensor_llama import dtensor_parallelize, whole_logits
 from kv_cache import choose_among_ranks, choose_whole
+from shared_memory.traffic import bytes_sent
 from tp_llama import tensor_parallelize
-from utils.traffic import bytes_sent
 
 
 def mesh_by_gloo(device_type):

@@ -20,14 +20,15 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "tasks"))
 
 from data_parallel import STRATEGIES, Replica
+from harness.epochs import bytes_kept, check_memory
+from harness.flags import make_parser, positive
+from harness.job import start
+from harness.measure import interleave, ratio
+from harness.model_checks import number_of_parameters
+from loading.batches import pad
 from records import here_and_now
-from utils.batches import pad
-from utils.epochs import bytes_kept, check_memory
-from utils.flags import make_parser, positive
-from utils.job import start
-from utils.measure import interleave, ratio
-from utils.model_checks import mean_loss, number_of_parameters, token_losses
-from utils.traffic import bytes_sent
+from shared_memory.traffic import bytes_sent
+from utils.losses import mean_loss, token_losses
 
 ALONE, EACH = "one process", "as many processes, each for itself"
 

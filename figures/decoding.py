@@ -21,14 +21,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tasks"))
 
 import kv_cache
 from contenders import BY_GLOO, TECHNIQUES, split
+from harness.flags import make_parser, positive
+from harness.job import start
+from harness.measure import interleave, threads_alone
 from kv_cache import choose_whole, generate, generation, say_times
 from records import here_and_now
+from shared_memory.group import NAME
 from utils import collectives
 from utils.errors import UserError
-from utils.flags import make_parser, positive
-from utils.job import start
-from utils.measure import interleave, threads_alone
-from utils.shared_group import NAME
 
 
 def alone(tensor, group):

@@ -21,15 +21,15 @@ sys.path.insert(0, str(HERE.parent / "tasks"))
 import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from harness.flags import make_parser, positive
+from harness.job import start
+from harness.model_checks import expect_loss
 from records import torchrun
+from shared_memory.traffic import Meter
 from tp_llama import tensor_parallelize
 from ulysses_forward import sequence_parallelize
-from utils.collectives import sum_gradients
-from utils.flags import make_parser, positive
-from utils.job import start
-from utils.model_checks import expect_loss
+from utils.gradients import sum_gradients
 from utils.shards import shard_of
-from utils.traffic import Meter
 
 COLLECTIVES = {
     "c10d::allreduce_": "all_reduce",

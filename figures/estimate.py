@@ -20,11 +20,11 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "tasks"))
 
 from formulas import Work
+from harness.epochs import activations_by_article
+from harness.flags import DTYPES, gib, positive
+from loading.models import Source
 from techniques import TECHNIQUES, estimates
-from utils.epochs import activations_by_article
 from utils.errors import UserError
-from utils.flags import DTYPES, gib, positive
-from utils.models import Source
 
 GIB = 2**30
 COLUMNS = "parameters", "gradients", "Adam's", "kept", "peak", "sent"

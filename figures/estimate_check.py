@@ -24,22 +24,22 @@ import pretrain_2d
 from data_parallel import STRATEGIES, Replica
 from dtensor_llama import dtensor_parallelize
 from formulas import Work
+from harness.epochs import bytes_held
+from harness.flags import make_parser, positive
+from harness.job import start
+from harness.measure import measure_costs, peak_memory_of_process, status
+from harness.memory_profile import record_memory
+from harness.model_checks import plain_loss
 from pipeline_llama import BY_HAND, Pipeline, load_stages
 from records import here_and_now
 from ring_attention import ring_parallelize
+from shared_memory.traffic import bytes_sent
 from techniques import estimates
 from tp_llama import tensor_parallelize
 from tp_ulysses import combine
 from ulysses_forward import sequence_parallelize
-from utils.collectives import sum_gradients
-from utils.epochs import bytes_held
-from utils.flags import make_parser, positive
-from utils.job import start
-from utils.measure import measure_costs, peak_memory_of_process, status
-from utils.memory_profile import record_memory
-from utils.model_checks import plain_loss
-from utils.shards import shard_range
-from utils.traffic import bytes_sent
+from utils.gradients import sum_gradients
+from utils.partition import shard_range
 
 GIB, LARGE = 2**30, 2**28  # bytes from which on the peaks are compared
 

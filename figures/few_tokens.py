@@ -20,10 +20,10 @@ from transformers.models.llama.modeling_llama import (
     LlamaRotaryEmbedding,
 )
 
+from harness.tolerance import judge, measure, worst_relative
+from harness.wider import widen
 from rounding import reorder_sums
 from utils.shards import keep_shard
-from utils.tolerance import judge, measure, worst_relative
-from utils.wider import widen
 
 LAYERS = "Part 1", "Task 1, causal", "Task 1, packed"
 TOKENS = 1, 2, 3, 8, 64

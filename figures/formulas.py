@@ -30,7 +30,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "tasks"))
 
-from utils.shards import shard_heads
+from utils.partition import shard_heads
 
 
 def up(number, parts):

@@ -41,12 +41,12 @@ import transformers
 
 import launch
 import longest
+from harness.checks import OTHERWISE
+from harness.measure import is_for_memory, ratio
+from loading.models import Source, cache_folder
+from loading.smollm2 import find
 from records import attention_flop, here_and_now
-from utils.checks import OTHERWISE
 from utils.errors import UserError
-from utils.measure import is_for_memory, ratio
-from utils.models import Source, cache_folder
-from utils.smollm2 import find
 
 CUT = "its time is up"
 ALONE_S = 480  # for a step that is asked for alone

@@ -20,15 +20,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tasks"))
 
-from memory.finetune import adapter_config, default_tile_mib, load
+from harness.finetune import adapter_config, default_tile_mib, load_adapted
+from harness.flags import make_parser, positive
+from harness.job import start
+from harness.measure import interleave, num_threads, ratio
+from harness.training_checks import base_of
 from memory.long_sequence import Techniques
 from records import here_and_now
 from ulysses_finetune import forward_backward
 from ulysses_forward import sequence_parallelize
-from utils.flags import make_parser, positive
-from utils.job import start
-from utils.measure import interleave, num_threads, ratio
-from utils.training_checks import base_of
 
 
 def main():
@@ -45,7 +45,7 @@ def measure(run, args):
     adapter = adapter_config("prompt", args.num_virtual_tokens)
     mesh = run.mesh("sp")
     parallelize = partial(sequence_parallelize, mesh=mesh)
-    model = run.together(lambda: load(run, adapter, parallelize))
+    model = run.together(lambda: load_adapted(run, adapter, parallelize))
     length = args.seq_len - args.num_virtual_tokens
     ids = run.broadcast(torch.randint(run.source.config.vocab_size, (1, length)))
     first, own_threads, alone, losses = dist.new_group([0]), torch.get_num_threads(), None, {}

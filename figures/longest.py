@@ -23,13 +23,13 @@ import torch
 import transformers
 
 from formulas import up
-from memory.finetune import default_tile_mib
+from harness.environment import count_gpus
+from harness.finetune import default_tile_mib
+from harness.flags import positive
+from harness.measure import is_for_memory
+from loading.models import Source
+from loading.presets import PRESETS
 from records import add, machine, resume, threads_of, torchrun
-from utils.environment import count_gpus
-from utils.flags import positive
-from utils.measure import is_for_memory
-from utils.models import Source
-from utils.presets import PRESETS
 
 MODELS, PROMPT, GRAIN, STEPS = [f"random/{name}" for name in PRESETS], 32, 1.05, 3
 UNEVEN = 0.8  # of a budget tensors fill on a GPU: the rest is between them

@@ -31,11 +31,11 @@ from ring_attention import (
     ring_forward,
     ring_parallelize,
 )
+from shared_memory.traffic import Meter
 from tp_ulysses import combine
-from utils.collectives import sum_gradients
 from utils.errors import UserError
+from utils.gradients import sum_gradients
 from utils.shards import shard_of
-from utils.traffic import Meter
 
 LAYOUTS = {"contiguous": False, "zigzag": True}
 VARIANTS = {"all-reduce": False, "megatron-sp": True}  # of tensor parallelism between its blocks

@@ -20,12 +20,12 @@ from torch.distributed.tensor.parallel import loss_parallel
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "tasks"))
 
+from harness.flags import make_parser, positive
+from harness.job import start
+from harness.measure import interleave, ratio
 from pretrain_2d import forward_backward, make_optimizer, parallelize_2d
 from records import here_and_now
-from utils.flags import make_parser, positive
-from utils.job import start
-from utils.measure import interleave, ratio
-from utils.traffic import bytes_sent
+from shared_memory.traffic import bytes_sent
 
 
 def main():

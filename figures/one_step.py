@@ -21,18 +21,18 @@ import torch
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "tasks"))
 
+from harness.finetune import adapter_config, default_tile_mib, load_adapted
+from harness.flags import make_parser, positive
+from harness.job import start
+from harness.measure import peak_memory_of_process
+from harness.training_checks import base_of, expect_step
 from longest import most, tensors
 from memory import saved_outputs
-from memory.finetune import adapter_config, default_tile_mib, load
 from memory.long_sequence import Techniques, possible
 from records import attention_flop, here_and_now
 from ulysses_finetune import forward_backward
 from ulysses_forward import sequence_parallelize
 from utils.errors import UserError
-from utils.flags import make_parser, positive
-from utils.job import start
-from utils.measure import peak_memory_of_process
-from utils.training_checks import base_of, expect_step
 
 
 class OverTime(Exception):
@@ -90,7 +90,7 @@ def main():
 def measure(run, args, path):
     """The step, and its record, into path."""
     adapter, mesh = adapter_config("prompt"), run.mesh("sp")
-    model = load(run, adapter, partial(sequence_parallelize, mesh=mesh))
+    model = load_adapted(run, adapter, partial(sequence_parallelize, mesh=mesh))
     config, layers = run.source.config, len(base_of(model).model.layers)
     tile = default_tile_mib(run.device) * 2**20
     techniques = Techniques(offload=args.offload, tile_bytes=tile)
@@ -112,7 +112,7 @@ def measure(run, args, path):
             part.write_text(json.dumps(record, indent=1) + "\n")
             part.replace(path)
 
-    few, reference = ids[:, :64], load(run, adapter)
+    few, reference = ids[:, :64], load_adapted(run, adapter)
     inputs = dict(input_ids=few, labels=few)
     expected, own = expect_step(run, run.references(reference), inputs)
     del reference

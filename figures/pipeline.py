@@ -23,13 +23,13 @@ from torch.distributed.pipelining import PipelineStage
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "tasks"))
 
+from harness.flags import make_parser, positive
+from harness.job import start
+from harness.measure import interleave, measure_costs, ratio
 from pipeline_llama import BY_HAND, BY_TORCH, SEVERAL, LlamaStage, Pipeline, load_stages
 from records import here_and_now
-from utils.flags import make_parser, positive
-from utils.job import start
-from utils.measure import interleave, measure_costs, ratio
-from utils.model_checks import mean_loss, token_losses
-from utils.traffic import bytes_sent
+from shared_memory.traffic import bytes_sent
+from utils.losses import mean_loss, token_losses
 
 PLAIN, ALONE, EACH = "plain model parallelism", "one process", "as many processes, each for itself"
 

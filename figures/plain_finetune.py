@@ -18,8 +18,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tasks"))
 
-from utils.measure import is_for_memory, limited_memory, peak_memory_of_process
-from utils.presets import PRESETS
+from harness.measure import is_for_memory, limited_memory, peak_memory_of_process
+from loading.presets import PRESETS
 
 
 def main():

@@ -19,8 +19,8 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "tasks"))
 
+from loading.text import own_stories
 from records import here_and_now, torchrun
-from utils.text import own_stories
 
 DTYPES = "bfloat16", "float32"
 STORIES = 4  # a document: about 512 tokens

@@ -25,10 +25,10 @@ sys.path.insert(0, str(HERE.parent / "tasks"))
 
 import gpu
 from claims import TASK
+from harness.checks import OTHERWISE
+from harness.measure import ratio
 from records import here_and_now, torchrun
 from strategies import ARTICLE_GB, rows
-from utils.checks import OTHERWISE
-from utils.measure import ratio
 
 TASKS = HERE.parent / "tasks"
 PAGES = [TASKS.parent / "README.md"]

@@ -27,16 +27,16 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "tasks"))
 
 import ring_attention
+from harness.flags import make_parser, positive
+from harness.job import start
+from harness.measure import interleave, ratio
 from mesh_diagrams import knowing
 from records import here_and_now
 from ring_attention import Ring, RingAttention
+from shared_memory.traffic import bytes_sent
 from utils.errors import UserError
-from utils.flags import make_parser, positive
-from utils.job import start
 from utils.kernels import attend
-from utils.measure import interleave, ratio
-from utils.shards import shard_range
-from utils.traffic import bytes_sent
+from utils.partition import shard_range
 
 LAYOUTS = {"contiguous": False, "zigzag": True}
 

@@ -18,10 +18,10 @@ import torch
 
 from conftest import make_llama
 from few_tokens import LAYERS, TOKENS, WRONG, gradients, make_wrong, share
+from harness.tolerance import LIMITS
 from launch import SCRIPTS, TASKS
 from records import add, machine, resume, torchrun
 from test_planted_bugs import BUGS, arguments, refuse_planted
-from utils.tolerance import LIMITS
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SEEDS = 200

@@ -23,17 +23,17 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "tasks"))
 
 from formulas import Work
+from harness.flags import make_parser, positive
+from harness.job import start
+from harness.measure import interleave, num_threads, ratio, threads_alone
+from harness.memory_profile import record_memory
 from records import here_and_now
+from shared_memory.traffic import bytes_sent
 from techniques import split_sequence
 from tp_ulysses import combine
-from utils.collectives import sum_gradients
 from utils.errors import UserError
-from utils.flags import make_parser, positive
-from utils.job import start
-from utils.measure import interleave, num_threads, ratio, threads_alone
-from utils.memory_profile import record_memory
-from utils.shards import next_tokens
-from utils.traffic import bytes_sent
+from utils.gradients import sum_gradients
+from utils.llama import next_tokens
 
 TILE = 512  # tokens whose logits are there at once
 WAYS = {  # name: (tp, flags of `combine`); tp -1: all ranks

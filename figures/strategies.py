@@ -23,10 +23,10 @@ sys.path.insert(0, str(HERE.parent / "tasks"))
 
 import torch
 
+from harness.flags import make_parser, positive
+from harness.job import start
+from harness.measure import interleave
 from records import here_and_now, torchrun
-from utils.flags import make_parser, positive
-from utils.job import start
-from utils.measure import interleave
 
 ALONE = "one process"
 STRATEGIES = ALONE, "by-hand", "ddp", "zero1", "fsdp2"

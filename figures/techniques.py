@@ -11,12 +11,12 @@ from itertools import chain, pairwise
 import torch
 
 from formulas import Rank, dtensor_loss, loss_beside_logits, own_loss, plain_loss, step, up
+from harness.finetune import default_tile_mib
 from longest import a_token
-from memory.finetune import default_tile_mib
 from memory.head_groups import plan_rounds
 from pipeline_llama import BY_HAND
 from utils.errors import UserError
-from utils.shards import balance
+from utils.stages import balance
 
 
 def ring(work, P, numbers):

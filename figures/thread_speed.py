@@ -20,8 +20,8 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "tasks"))
 
+from harness.flags import positive
 from records import here_and_now, torchrun
-from utils.flags import positive
 
 SCRIPT = HERE.parent / "tasks" / "pipeline_threads.py"
 KEPT = "epoch", "training_time_s", "tokens_per_second", "validation_loss"

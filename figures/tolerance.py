@@ -32,15 +32,15 @@ from torch.distributed.tensor.parallel import loss_parallel
 import rounding_runs
 from conftest import make_llama
 from dtensor_llama import dtensor_parallelize
+from harness.flags import make_parser, positive
+from harness.job import start
+from harness.model_checks import check_model, make_batch
+from harness.tolerance import LIMITS, judge, measure, worst_relative
+from loading.text import own_text
 from records import add, machine, resume, threads_of, torchrun
 from tp_llama import tensor_parallelize
 from ulysses_forward import sequence_parallelize
-from utils.collectives import sum_gradients
-from utils.flags import make_parser, positive
-from utils.job import start
-from utils.model_checks import check_model, make_batch
-from utils.text import own_text
-from utils.tolerance import LIMITS, judge, measure, worst_relative
+from utils.gradients import sum_gradients
 
 ODD = "odd Llama"  # of the tests: sizes that divide by nothing, biases, an untied head
 MODELS = {  # flags, and on how many ranks
@@ -204,7 +204,7 @@ def table(whole, other):
     lines = [
         "# How far right runs are off, and how small an error is refused",
         "",
-        "By `python figures/tolerance.py`; the rule is in `tasks/utils/tolerance.py`.",
+        "By `python figures/tolerance.py`; the rule is in `tasks/harness/tolerance.py`.",
         "",
         "Largest error of right runs, in times the reference's usual (Tasks 2 to 4, five texts):",
         f"rms of a tensor (limit {limits['rms']:g}) / rms of a row or column ({limits['row']:g}) /",

@@ -31,17 +31,17 @@ import torch
 import transformers
 
 from contenders import BY_GLOO, TECHNIQUES, Single, local_weights, split
+from harness.environment import count_gpus
+from harness.flags import DTYPES, make_parser, natural, positive
+from harness.job import start
+from harness.measure import interleave, kept_memory, ratio, threads_alone, training_step
+from harness.model_checks import expect_loss
 from kv_cache import generation
+from loading.models import Source, is_remote
 from records import add, machine, resume, threads_of, torchrun
-from utils.environment import count_gpus
+from shared_memory.group import NAME
+from shared_memory.traffic import bytes_sent
 from utils.errors import UserError
-from utils.flags import DTYPES, make_parser, natural, positive
-from utils.job import start
-from utils.measure import interleave, kept_memory, ratio, threads_alone, training_step
-from utils.model_checks import expect_loss
-from utils.models import Source, is_remote
-from utils.shared_group import NAME
-from utils.traffic import bytes_sent
 
 MODEL = "random/llama-3.2-1b"
 PROMPT, NEW_TOKENS = 128, 32

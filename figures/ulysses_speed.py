@@ -15,13 +15,13 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tasks"))
 
+from harness.flags import make_parser, positive
+from harness.job import start
+from harness.measure import measure_memory, measure_time
+from harness.model_checks import expect_loss
 from records import here_and_now
 from ulysses_forward import sequence_parallelize
-from utils.collectives import sum_gradients
-from utils.flags import make_parser, positive
-from utils.job import start
-from utils.measure import measure_memory, measure_time
-from utils.model_checks import expect_loss
+from utils.gradients import sum_gradients
 
 
 def main():

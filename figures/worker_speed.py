@@ -23,9 +23,9 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "tasks"))
 
+from harness.epochs import mean_and_deviation
+from harness.flags import positive
 from records import here_and_now
-from utils.epochs import mean_and_deviation
-from utils.flags import positive
 
 SCRIPT = HERE.parent / "tasks" / "data_parallel.py"
 KEPT = "rank", "epoch", "training_time_s", "tokens_per_second", "validation_loss"

@@ -49,37 +49,15 @@ from torch.multiprocessing import Process, set_start_method
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
-from utils.batches import Batches, check_partitions, gather_batch, pad, read_samples
-from utils.checkpoint import fingerprint
-from utils.collectives import all_reduce, check_mesh, group_of_axis, sum_in_place
-from utils.environment import fail, read_environment
-from utils.epochs import (
-    bytes_held,
-    check_losses,
-    estimate,
-    expect_training,
-    losses_alone,
-    print_workers,
-    train,
-)
+import checkpoints
+import harness
+import loading
+from utils.collectives import all_reduce, group_of_axis
 from utils.errors import UserError
-from utils.families import ALL_FAMILIES, layers_of, restore_dropout
-from utils.flags import gib, make_parser, natural, positive, rate
-from utils.job import start
-from utils.measure import is_for_memory, limited_memory
-from utils.memory_profile import record_memory
-from utils.model_checks import error_of_mean, token_losses
-from utils.processes import (
-    ADDRESS,
-    PORT,
-    ended_together,
-    environment,
-    open_store,
-    variables,
-    wait_for_all,
-)
-from utils.shards import shard_range
-from utils.step_checks import Reference, check_copies, compares_changes
+from utils.families import layers_of
+from utils.gradients import check_mesh, sum_in_place
+from utils.losses import token_losses
+from utils.partition import shard_range
 
 # ---------------------------------------------------------------- the technique: data
 
@@ -248,8 +226,8 @@ def setup(rank, world_size, backend, **settings):
 
     settings: more of `dist.init_process_group`.
     """
-    os.environ.setdefault("MASTER_ADDR", ADDRESS)
-    os.environ.setdefault("MASTER_PORT", str(PORT))
+    os.environ.setdefault("MASTER_ADDR", harness.ADDRESS)
+    os.environ.setdefault("MASTER_PORT", str(harness.PORT))
     if backend == "nccl":
         torch.cuda.set_device(rank % torch.cuda.device_count())
     dist.init_process_group(backend, rank=rank, world_size=world_size, **settings)
@@ -257,25 +235,25 @@ def setup(rank, world_size, backend, **settings):
 
 def train_in_process(args):
     """What each process does: it sets up, trains, and checks, as each rank of torchrun does."""
-    start(args, show, setup)
+    harness.start(args, show, setup)
 
 
 def spawn(world_size, args):
     """Create, start and join so many processes; the exit code of the first that fails, or 0."""
     set_start_method("spawn", force=True)  # a forked process could not use CUDA
-    store, note = open_store()
+    store, note = harness.open_store()
     if note:
         print(f"note: {note}", flush=True)
     if world_size > 1:  # as torchrun does: processes share the cores
         os.environ.setdefault("OMP_NUM_THREADS", "1")
     processes = []
-    with ended_together(processes):
+    with harness.ended_together(processes):
         for rank in range(world_size):
             process = Process(target=train_in_process, args=(args,), name=f"rank {rank}")
-            with environment(variables(rank, world_size, store.port)):
+            with harness.environment_of(harness.variables(rank, world_size, store.port)):
                 process.start()
             processes.append(process)
-        return wait_for_all(processes)  # which joins them
+        return harness.wait_for_all(processes)  # which joins them
 
 
 # ---------------------------------------------------------------- gradients in files
@@ -325,8 +303,10 @@ def read_gradients(folder):
         except (OSError, ValueError, SafetensorError) as error:
             raise UserError(f"{path}: cannot be read ({error})") from None
     if sorted(files) != list(range(len(files))) or len(files) < 2:
-        raise UserError(f"--compare-gradients {folder}: {len(files)} files {FILE.format(rank='N')},"
-                        " but of ranks 0 to N, 2 or more, one each is needed")  # fmt: skip
+        raise UserError(
+            f"--compare-gradients {folder}: {len(files)} files {FILE.format(rank='N')},"
+            " but of ranks 0 to N, 2 or more, one each is needed"
+        )
     return dict(sorted(files.items()))
 
 
@@ -341,7 +321,9 @@ def compare_files(run, args):
         }:
             raise UserError(f"{folder}: the file of rank {rank} has other tensors than rank 0's")
         pairs = [(grads[name], grad) for name, grad in first.items()]
-        differ = sum(fingerprint([a]) != fingerprint([b]) for a, b in pairs)  # -0 is no 0
+        differ = sum(
+            checkpoints.fingerprint([a]) != checkpoints.fingerprint([b]) for a, b in pairs
+        )  # -0 is no 0
         pairs.append((torch.tensor(float(differ)), torch.tensor(0.0)))
         run.check(f"process {rank}: the gradients' bits are process 0's", pairs, tolerance=0.0)
 
@@ -350,85 +332,136 @@ def compare_files(run, args):
 
 
 def main():
-    parser = make_parser(__doc__, kinds=ALL_FAMILIES)
+    parser = harness.make_parser(__doc__, kinds=loading.ALL_FAMILIES)
     add = parser.add_argument
     add("--strategy", choices=["all", *STRATEGIES], help="default all; with --spawn by-hand")
-    add("--batch-size", type=positive, default=8, help="sequences, of all ranks; default 8")
-    add("--seq-len", type=positive, default=64, help="tokens of the longest; default 64")
-    add("--num-sequences", type=positive, default=40, help="7 of 10 to train on; default 40")
-    add("--epochs", type=natural, default=2, help="of training, after the checks; default 2")
-    add("--lr", type=rate, default=1e-4, help="AdamW's learning rate; default 1e-4")
+    add(
+        "--batch-size",
+        type=harness.positive,
+        default=8,
+        help="sequences, of all ranks; default 8",
+    )
+    add(
+        "--seq-len",
+        type=harness.positive,
+        default=64,
+        help="tokens of the longest; default 64",
+    )
+    add(
+        "--num-sequences",
+        type=harness.positive,
+        default=40,
+        help="7 of 10 to train on; default 40",
+    )
+    add(
+        "--epochs",
+        type=harness.natural,
+        default=2,
+        help="of training, after the checks; default 2",
+    )
+    add("--lr", type=harness.rate, default=1e-4, help="AdamW's learning rate; default 1e-4")
     add("--text", help="a file, plain or JSON lines, or a URL; default own stories, or a book")
     add("--tokenizer", help="tokenizer.json or its folder, see pretrain_2d.py; default the model's")
-    add("--train-only", action="store_true", help="train the model as shipped, with its dropout; "
-        "compare it with no single rank, but copies with each other; default no")  # fmt: skip
-    add("--spawn", type=positive, metavar="N", help="train in so many processes, started here, "
+    add(
+        "--train-only",
+        action="store_true",
+        help="train the model as shipped, with its dropout; "
+        "compare it with no single rank, but copies with each other; default no",
+    )
+    add(
+        "--spawn",
+        type=harness.positive,
+        metavar="N",
+        help="train in so many processes, started here, "
         "without torchrun; they meet at localhost:11868, at the next port that is free, or at "
-        "MASTER_PORT; default none")  # fmt: skip
-    add("--gradients-dir", type=Path, metavar="DIR", help="each rank writes there the averaged "
+        "MASTER_PORT; default none",
+    )
+    add(
+        "--gradients-dir",
+        type=Path,
+        metavar="DIR",
+        help="each rank writes there the averaged "
         "gradients of the first batch, model{rank}_gradients.safetensors; of by-hand; default "
-        "none")  # fmt: skip
-    add("--compare-gradients", type=Path, metavar="DIR", help="compare the files that "
-        "--gradients-dir has written there, on one rank, and stop; default none")  # fmt: skip
-    add("--memory-budget", type=gib, metavar="GIB", help="in place of the other checks: train with "
+        "none",
+    )
+    add(
+        "--compare-gradients",
+        type=Path,
+        metavar="DIR",
+        help="compare the files that "
+        "--gradients-dir has written there, on one rank, and stop; default none",
+    )
+    add(
+        "--memory-budget",
+        type=harness.gib,
+        metavar="GIB",
+        help="in place of the other checks: train with "
         "so much memory on each rank beyond what it has before the model; --strategy is fsdp2 by "
-        "default then; default none")  # fmt: skip
+        "default then; default none",
+    )
     add("--estimate", action="store_true", help="say what memory it wants, and stop; default no")
     args = parser.parse_args()
     # With --spawn MASTER_PORT alone says where the processes meet.
-    world_size = 1 if args.spawn and "RANK" not in os.environ else read_environment()
+    world_size = 1 if args.spawn and "RANK" not in os.environ else harness.read_environment()
     if args.compare_gradients:
         if world_size > 1 or args.spawn:
-            fail("--compare-gradients compares files in one process, without torchrun or --spawn")
+            harness.fail(
+                "--compare-gradients compares files in one process, without torchrun or --spawn"
+            )
         args.model = "none"
-        start(args, compare_files)
+        harness.start(args, compare_files)
     if args.spawn and world_size > 1:
-        fail("--spawn starts processes itself: without torchrun")
+        harness.fail("--spawn starts processes itself: without torchrun")
     world_size = args.spawn or world_size
     if args.batch_size < world_size and not args.estimate:
-        fail(f"--batch-size {args.batch_size}: fewer sequences than {world_size} ranks")
+        harness.fail(f"--batch-size {args.batch_size}: fewer sequences than {world_size} ranks")
     if args.memory_budget and (args.gradients_dir or not args.epochs):
-        fail("--memory-budget trains: with 1 or more --epochs, and without --gradients-dir")
+        harness.fail("--memory-budget trains: with 1 or more --epochs, and without --gradients-dir")
     default = "fsdp2" if args.memory_budget else "by-hand" if args.spawn else "all"
     args.strategy = args.strategy or default
     if args.gradients_dir and args.strategy not in ("all", "by-hand"):
-        fail("--gradients-dir writes the gradients of --strategy by-hand")
+        harness.fail("--gradients-dir writes the gradients of --strategy by-hand")
     if args.spawn:
         sys.exit(spawn(args.spawn, args))
-    start(args, show)
+    harness.start(args, show)
 
 
 def show(run, args):
     """All checks of each strategy, and its training."""
     run.mark, P, B, S = "D", run.world_size, args.batch_size, args.seq_len
-    estimate(run, B, S)
+    harness.estimate(run, B, S)
     if args.estimate:
         return
     if args.gradients_dir:  # before the work: it may not be writable
         empty_folder(run, args.gradients_dir)
-    data = read_samples(run, args.num_sequences, S, args.text, args.tokenizer)
-    collate = partial(pad, size=S)
+    data = loading.read_samples(run, args.num_sequences, S, args.text, args.tokenizer)
+    collate = partial(loading.pad, size=S)
     parts = [DataPartitioner(data).use(i) for i in range(2)]
     if not all(map(len, parts)):
-        raise UserError(f"--num-sequences {args.num_sequences}: {len(parts[0])} to train on and "
-                        f"{len(parts[1])} to validate; each needs one")  # fmt: skip
-    print_workers(run)
+        raise UserError(
+            f"--num-sequences {args.num_sequences}: {len(parts[0])} to train on and "
+            f"{len(parts[1])} to validate; each needs one"
+        )
+    harness.print_workers(run)
     loaders = [partition_dataset(part, B, collate)[0] for part in parts]
-    mesh, batches = run.mesh("dp"), [Batches(run, loader, collate) for loader in loaders]
-    check_partitions(run, data, parts, batches)
+    mesh, batches = (
+        run.mesh("dp"),
+        [loading.Batches(run, loader, collate) for loader in loaders],
+    )
+    loading.check_partitions(run, data, parts, batches)
     steps, reference, expected = list(batches[0]), None, None
     if args.memory_budget:
         return train_within(run, args, mesh, batches)
     if args.train_only:
-        restore_dropout(run.source)
+        loading.restore_dropout(run.source)
         if any(run.source.dropout.values()):
             run.print0("note: nothing is compared with one rank: dropout is as shipped")
     else:
         # In the last batch ranks may have unequal numbers of sequences, or none.
         batch = steps[0] if args.gradients_dir else steps[-1]
-        mine, whole = gather_batch(run, batch)
-        reference = Reference(run, whole)
-        expected = expect_training(run, reference, batches, args.epochs, args.lr)
+        mine, whole = loading.gather_batch(run, batch)
+        reference = harness.Reference(run, whole)
+        expected = harness.expect_training(run, reference, batches, args.epochs, args.lr)
     for strategy in STRATEGIES if args.strategy == "all" else [args.strategy]:
         replica = Replica(run, strategy, mesh)
         if reference:
@@ -440,12 +473,22 @@ def show(run, args):
                 check_files(run, replica, steps[0], args.gradients_dir, reference)
         if reference:
             step, embedding = partial(replica.step, batch), replica.model.get_input_embeddings()
-            reference.check_step(run, strategy, replica.model, step, embedding,
-                                 rows=mine, times=P, optimizer=replica.optimizer)  # fmt: skip
+            reference.check_step(
+                run,
+                strategy,
+                replica.model,
+                step,
+                embedding,
+                rows=mine,
+                times=P,
+                optimizer=replica.optimizer,
+            )
             del step, embedding
         if args.epochs:
             own = reference.own if reference else 0.0
-            train(run, strategy, replica, batches, args.epochs, args.lr, expected, own)
+            harness.train_by_epochs(
+                run, strategy, replica, batches, args.epochs, args.lr, expected, own
+            )
         del replica  # before the next one's
 
 
@@ -460,13 +503,15 @@ def train_within(run, args, mesh, batches):
     for strategy in strategies:
         with limited_to(run, strategy, args.memory_budget):
             replica = Replica(run, strategy, mesh)
-            losses[strategy] = train(run, strategy, replica, batches, args.epochs, args.lr)
+            losses[strategy] = harness.train_by_epochs(
+                run, strategy, replica, batches, args.epochs, args.lr
+            )
             del replica
-    if compares_changes(run):
-        own = error_of_loss(run, gather_batch(run, next(iter(batches[0])))[1])
-        expected = losses_alone(run, batches, args.epochs, args.lr)
+    if harness.compares_changes(run):
+        own = error_of_loss(run, loading.gather_batch(run, next(iter(batches[0])))[1])
+        expected = harness.losses_alone(run, batches, args.epochs, args.lr)
         for strategy in strategies:
-            check_losses(run, strategy, losses[strategy], expected, own)
+            harness.check_losses(run, strategy, losses[strategy], expected, own)
     if "fsdp2" in strategies and run.world_size > 1:
         for by_layer in True, False:
             check_peak(run, mesh, by_layer)
@@ -475,13 +520,15 @@ def train_within(run, args, mesh, batches):
 @contextmanager
 def limited_to(run, strategy, budget):
     """`limited_memory`; what does not fit is one line that names the strategy."""
-    run.print0(f"{strategy}: {budget / 2**30:.2f} GiB for weights, gradients, Adam's states and "
-               "activations of each rank")  # fmt: skip
+    run.print0(
+        f"{strategy}: {budget / 2**30:.2f} GiB for weights, gradients, Adam's states and "
+        "activations of each rank"
+    )
     try:
-        with limited_memory(run.device, budget):
+        with harness.limited_memory(run.device, budget):
             yield
     except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
-        if not is_for_memory(error):
+        if not harness.is_for_memory(error):
             raise
         raise UserError(
             f"out of memory: {strategy} does not train {run.source.name} with {budget / 2**30:.2f} "
@@ -505,7 +552,7 @@ def error_of_loss(run, batch):
         logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
         return [token_losses(logits, labels)]
 
-    return error_of_mean(*run.expect(losses, run.references(run.load_reference()))[0])
+    return harness.error_of_mean(*run.expect(losses, run.references(run.load_reference()))[0])
 
 
 def numbers_at_peak(run, by_layer):
@@ -547,15 +594,17 @@ def check_peak(run, mesh, by_layer):
     step = partial(forward_backward, model, (ids, torch.ones_like(ids), ids), group_of_axis(mesh))
     step()
     optimizer.step()
-    weights, _, states = bytes_held(model, optimizer)
+    weights, _, states = harness.bytes_held(model, optimizer)
     optimizer.zero_grad()
-    peak = weights + states + sum(record_memory(step, run.device)[1].values())
+    peak = weights + states + sum(harness.record_memory(step, run.device)[1].values())
     said = numbers_at_peak(run, by_layer) * run.dtype.itemsize
     copies = 4 * sum(map(math.prod, run.source.shapes.values())) * run.dtype.itemsize
     name = f"fsdp2, {'each layer a unit' if by_layer else 'the model one unit'}"
     mib = [size / 2**20 for size in (peak, said, copies)]
-    run.print0(f"peak of tensors, MiB, {name}: in a step of 3 tokens {mib[0]:.1f}, by the formula "
-               f"{mib[1]:.1f}; with copies of all {mib[2]:.1f} at least")  # fmt: skip
+    run.print0(
+        f"peak of tensors, MiB, {name}: in a step of 3 tokens {mib[0]:.1f}, by the formula "
+        f"{mib[1]:.1f}; with copies of all {mib[2]:.1f} at least"
+    )
     pair = [torch.tensor(size) for size in mib[:2]]
     # A tenth, as for every peak by a formula; and a quarter of a MiB for the tokens' activations.
     run.check(f"{name}: peak in MiB, by the formula", [pair], tolerance=0.1 * mib[1] + 0.25)
@@ -578,11 +627,15 @@ def check_average(run, replica, batch):
     """Before the average, each rank's gradients are its own; after it, all have the same bits."""
     forward_backward(replica.model, batch, replica.group)
     grads = [parameter.grad for parameter in replica.model.parameters()]
-    samples, own = (len(set(run.gather_objects(fingerprint(of)))) for of in (batch, grads))
+    samples, own = (
+        len(set(run.gather_objects(checkpoints.fingerprint(of)))) for of in (batch, grads)
+    )
     same = torch.tensor(float(samples - own))
     run.check("by-hand: ranks with the same gradients before the average", [(same, 0 * same)], 0.0)
     average_gradients(replica.model, replica.mesh)
-    check_copies(run, "by-hand: copies of a gradient, averaged", replica.model, lambda p: p.grad)
+    harness.check_copies(
+        run, "by-hand: copies of a gradient, averaged", replica.model, lambda p: p.grad
+    )
     replica.model.zero_grad()
 
 

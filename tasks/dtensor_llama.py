@@ -18,6 +18,7 @@ continues a prompt by Hugging Face's own `.generate`, and measures time and memo
 trains both models on one batch, to almost no loss along the same curve.
 """
 
+from fnmatch import fnmatch
 from functools import partial
 from types import MethodType
 
@@ -32,24 +33,20 @@ from torch.distributed.tensor.parallel import (
     PrepareModuleInput,
     RowwiseParallel,
     loss_parallel,
+    parallelize_module,
 )
 
-from tp_llama import local_rows
-from tp_mlp import block_step, make_demo
-from utils.collectives import SharedLinear, group_of_axis, subgroup, sum_over_ranks
+import harness
+from utils.collectives import group_of_axis, subgroup, sum_over_ranks
 from utils.errors import UserError
-from utils.flags import Workload, add_model_flags, make_parser, positive
-from utils.generation import check_continuation, hf_generate
-from utils.job import start
-from utils.model_checks import check_overfitting, show_model
+from utils.llama import held, next_tokens
+from utils.partition import shard_heads
 from utils.shards import (
-    apply_plan,
-    held,
+    SharedLinear,
     keep_shard,
     local_part,
-    next_tokens,
+    local_rows,
     refuse_as_whole,
-    shard_heads,
     shard_of,
     with_whole_logits,
 )
@@ -210,9 +207,14 @@ def plan_whole_heads(model, mesh):
 
 
 def split_loss(
-    logits, labels, vocab_size, ignore_index=-100, num_items_in_batch=None, shift_labels=None,
+    logits,
+    labels,
+    vocab_size,
+    ignore_index=-100,
+    num_items_in_batch=None,
+    shift_labels=None,
     **kwargs,
-):  # fmt: skip
+):
     """Mean next-token loss of DTensor logits (B, S, V), split by the vocabulary.
 
     Takes the place of Hugging Face's loss, with its arguments; labels (B, S) are shifted here.
@@ -241,6 +243,16 @@ def whole_logits(logits):
     return sum_over_ranks(mine, group)
 
 
+def apply_plan(model, mesh, plan):
+    """parallelize_module, but a name that the model does not have is a UserError, not a warning."""
+    names = [name.split(".") for name, _ in model.named_modules()]
+    for pattern in plan:
+        parts = pattern.split(".")
+        if not any(len(n) == len(parts) and all(map(fnmatch, n, parts)) for n in names):
+            raise UserError(f"the plan names {pattern}, which the model does not have")
+    parallelize_module(model, mesh, plan)
+
+
 # ---------------------------------------------------------------- what is shown with it
 
 # What the assignment prints for its demo: first and last three of the outputs and input gradients.
@@ -250,14 +262,17 @@ GOLDEN_INPUT_GRAD = [0.1543, -0.0858, -0.0882, -0.2082, 0.0298, 0.2388]
 
 def show_mlp(run, mesh):
     """The assignment's demo: the plan's MLP entries applied to one MLP."""
+    from tp_mlp import block_step, make_demo
+
     plan = {k.removeprefix("model.layers.*."): s for k, s in PLAN.items() if ".mlp" in k}
     parallelize = partial(apply_plan, mesh=mesh, plan=plan)
     reference, block, x = make_demo(run, 1024, 4096, parallelize)
     references = run.references(reference)
     for name, parameter in block.named_parameters():
         kind, local = type(parameter.data), local_part(parameter)
-        run.print0(f"{name=},\ttype={kind}\tglobal shape={parameter.shape},\t"
-                   f"local shape={local.shape}")  # fmt: skip
+        run.print0(
+            f"{name=},\ttype={kind}\tglobal shape={parameter.shape},\tlocal shape={local.shape}"
+        )
     run.check_weights("MLP", block, references)
     expected = run.expect(lambda block: block_step(block, x), references)
     results = zip(block_step(block, x), expected, strict=True)
@@ -272,12 +287,16 @@ def show_mlp(run, mesh):
 
 
 def main():
-    parser = add_model_flags(make_parser(__doc__))
+    parser = harness.add_model_flags(harness.make_parser(__doc__))
     parser.add_argument(
-        "--overfit", type=positive, nargs="?", const=60, metavar="STEPS",
+        "--overfit",
+        type=harness.positive,
+        nargs="?",
+        const=60,
+        metavar="STEPS",
         help="train on one batch for so many steps; 60 if no number is given; default no training",
-    )  # fmt: skip
-    start(parser.parse_args(), show)
+    )
+    harness.start(parser.parse_args(), show)
 
 
 def show(run, args):
@@ -289,14 +308,18 @@ def show(run, args):
         room = run.source.config.max_position_embeddings - prompt.shape[1]
         for count in (args.new_tokens, min(4 * args.new_tokens, room)):
             how = f" by .generate, {count}"
-            check_continuation(run, hf_generate, prompt, count, parallel, references, how)
+            harness.check_continuation(
+                run, harness.hf_generate, prompt, count, parallel, references, how
+            )
         if args.overfit:
             if run.world_size == 1:
                 run.announce("one device: one batch is overfitted")
-            check_overfitting(run, parallel, references, batch, args.overfit)
+            harness.check_overfitting(run, parallel, references, batch, args.overfit)
 
     with loss_parallel():
-        show_model(run, Workload.of(args), partial(dtensor_parallelize, mesh=mesh), also=also)
+        harness.show_model(
+            run, harness.Workload.of(args), partial(dtensor_parallelize, mesh=mesh), also=also
+        )
 
 
 if __name__ == "__main__":

@@ -31,15 +31,11 @@ import torch
 import torch.nn.functional as F
 from transformers import DynamicCache, GenerationConfig, LlamaModel, StaticCache
 
-from dtensor_llama import dtensor_parallelize, whole_logits
-from tp_llama import tensor_parallelize
+import harness
 from utils.collectives import all_gather
 from utils.errors import UserError
-from utils.flags import make_parser, natural, positive
-from utils.generation import check_text, encode_prompts, hf_generate
-from utils.job import start
-from utils.measure import REPEATS_HELP, interleave, num_threads, ratio, say_if_short, threads_alone
-from utils.shards import rope_of, shard_heads
+from utils.llama import rope_of
+from utils.partition import shard_heads
 
 # What a forward calls its KV cache: `cache` from transformers 5.24 on.
 FORWARD_TAKES = inspect.signature(LlamaModel.forward).parameters
@@ -110,9 +106,12 @@ def make_cache(kind, model, kv_heads, batch_size, length):
     config, weight = copy.deepcopy(model.config), model.model.norm.weight
     config.head_dim, config.num_key_value_heads = model.model.layers[0].self_attn.head_dim, kv_heads
     return StaticCache(
-        config=config, max_batch_size=batch_size, max_cache_len=length,
-        device=weight.device, dtype=weight.dtype,
-    )  # fmt: skip
+        config=config,
+        max_batch_size=batch_size,
+        max_cache_len=length,
+        device=weight.device,
+        dtype=weight.dtype,
+    )
 
 
 # ---------------------------------------------------------------- what is shown with it
@@ -131,7 +130,7 @@ def check_generation(run, name, model, choose, prompts, count, expected, referen
         return generate(model, ids, mask, count, choose, cache)
 
     def by_hf(cache):
-        return hf_generate(model, ids, count, attention_mask=mask, **{CACHE: cache})
+        return harness.hf_generate(model, ids, count, attention_mask=mask, **{CACHE: cache})
 
     for how, function, kind in (
         ("recomputed", by_loop, None),
@@ -145,7 +144,7 @@ def check_generation(run, name, model, choose, prompts, count, expected, referen
         if cache is not None:
             caches[how] = cache
         by = f" by {name}, {how}"
-        check_text(run, tokens, expected, references, mask, by, show=how == "cached")
+        harness.check_text(run, tokens, expected, references, mask, by, show=how == "cached")
 
     # What is left in each cache, and what the model makes of it: the last token's logits.
     # Padding is cached too; its positions are ignored.
@@ -208,7 +207,7 @@ def key(name):
 
 def generation(model, ids, new_tokens, choose, threads):
     """A contender of `interleave`: tokens from a cache; model None: waits for others."""
-    with num_threads(threads):
+    with harness.num_threads(threads):
         if model:
             mask = torch.ones_like(ids)
             generate(model, ids, mask, new_tokens, choose, DynamicCache())
@@ -221,8 +220,10 @@ def say_times(run, seconds, new_tokens):
     for name, phases in seconds.items():
         times = phases["generate"]
         median = statistics.median(times)
-        run.print0(f"time {name}: {median:.4f} s, {new_tokens / median:.1f} tokens/s, "
-                   f"median ratio {ratio(times, alone)}")  # fmt: skip
+        run.print0(
+            f"time {name}: {median:.4f} s, {new_tokens / median:.1f} tokens/s, "
+            f"median ratio {harness.ratio(times, alone)}"
+        )
         run.results[f"{key(name)}_generate_s"] = times
 
 
@@ -233,37 +234,54 @@ def measure(run, models, reference, prompt_len, new_tokens, repeats):
     if length < prompt_len:
         run.print0(f"note: timed after {length} tokens, not {prompt_len}: the context ends there")
     ids = run.broadcast(torch.randint(config.vocab_size, (1, length)))
-    threads, all_threads = torch.get_num_threads(), threads_alone(run)
+    threads, all_threads = torch.get_num_threads(), harness.threads_alone(run)
     timed = partial(generation, ids=ids, new_tokens=new_tokens)
     contenders = {"one rank": partial(timed, reference, choose=choose_whole, threads=all_threads)}
     for name, (model, choose) in models.items():
         contenders[name] = partial(timed, model, choose=choose, threads=threads)
-    seconds = interleave(run, contenders, repeats)
+    seconds = harness.interleave(run, contenders, repeats)
     say_times(run, seconds, new_tokens)
     alone = seconds["one rank"]["generate"]
-    run.print0(f"({new_tokens} tokens after {length}, {len(alone)} times, slowest rank; "
-               f"{threads} thread(s) a rank, {all_threads} for the one alone)")  # fmt: skip
-    say_if_short(run, alone)
+    run.print0(
+        f"({new_tokens} tokens after {length}, {len(alone)} times, slowest rank; "
+        f"{threads} thread(s) a rank, {all_threads} for the one alone)"
+    )
+    harness.say_if_short(run, alone)
 
 
 def main():
-    parser = make_parser(__doc__)
+    parser = harness.make_parser(__doc__)
     add = parser.add_argument
     add(
-        "--prompt", nargs="+", metavar="TEXT",
+        "--prompt",
+        nargs="+",
+        metavar="TEXT",
         default=["A quick brown fox", "One day", "The cat and the dog went to"],
         help="texts to continue, as one batch; default %(default)s",
-    )  # fmt: skip
-    add("--new-tokens", type=positive, default=10, help="tokens to continue by; default 10")
-    add("--prompt-len", type=positive, default=128, help="tokens, when timed; default 128")
-    add("--repeats", type=natural, help=REPEATS_HELP)
-    start(parser.parse_args(), show)
+    )
+    add(
+        "--new-tokens",
+        type=harness.positive,
+        default=10,
+        help="tokens to continue by; default 10",
+    )
+    add(
+        "--prompt-len",
+        type=harness.positive,
+        default=128,
+        help="tokens, when timed; default 128",
+    )
+    add("--repeats", type=harness.natural, help=harness.REPEATS_HELP)
+    harness.start(parser.parse_args(), show)
 
 
 def show(run, args):
     """Both models' text by every way there is, their caches, and their speed."""
+    from dtensor_llama import dtensor_parallelize, whole_logits
+    from tp_llama import tensor_parallelize
+
     mesh = run.mesh("tp")
-    prompts = encode_prompts(run, args.prompt, args.new_tokens)
+    prompts = harness.encode_prompts(run, args.prompt, args.new_tokens)
     refuse_other_factors(run.source.config, prompts[0].shape[1] + args.new_tokens)
 
     def load(parallelize=None):
@@ -303,8 +321,10 @@ def refuse_other_factors(config, tokens):
     rope = rope_of(config)
     limit = rope.get("original_max_position_embeddings") or config.max_position_embeddings
     if rope.get("rope_type") == "longrope" and tokens > limit:
-        raise UserError(f"RoPE longrope has other factors beyond {limit} tokens, and cached keys "
-                        f"keep theirs: prompt and --new-tokens are {tokens}")  # fmt: skip
+        raise UserError(
+            f"RoPE longrope has other factors beyond {limit} tokens, and cached keys "
+            f"keep theirs: prompt and --new-tokens are {tokens}"
+        )
 
 
 def continuations(model, prompts, new_tokens):

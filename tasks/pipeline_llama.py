@@ -31,31 +31,17 @@ from torch import nn
 from torch.distributed import pipelining
 from transformers import GPT2LMHeadModel, LlamaForCausalLM
 
-from utils.collectives import (
-    all_reduce_,
-    group_of_axis,
-    new_gradients,
-    receive,
-    send,
-    subgroup,
-    sum_copies,
-)
+import harness
+import loading
+from utils.collectives import all_reduce_, group_of_axis, subgroup
 from utils.errors import UserError
-from utils.families import (
-    ALL_FAMILIES,
-    GPT2,
-    LayersInOrder,
-    base_of,
-    embedding_of,
-    family_of,
-    layers_of,
-)
-from utils.flags import gib, make_parser, positive
-from utils.job import start
-from utils.measure import limited_memory, measure_costs
-from utils.model_checks import make_batch, token_losses
-from utils.shards import balance, check_ids, next_tokens, shard_range
-from utils.step_checks import Reference, sum_of_parts
+from utils.families import GPT2, LayersInOrder, base_of, embedding_of, family_of, layers_of
+from utils.gradients import new_gradients
+from utils.llama import check_ids, next_tokens
+from utils.losses import token_losses
+from utils.partition import shard_range
+from utils.point_to_point import receive, send
+from utils.stages import balance, clock_cycles, sum_copies
 
 # ---------------------------------------------------------------- the technique: stages
 
@@ -148,13 +134,6 @@ def tied_weights(stages):
 # ---------------------------------------------------------------- the technique: schedules
 
 
-def clock_cycles(num_batches, num_partitions):
-    """GPipe's forward: of each tick the (microbatch, stage) that work at once."""
-    for tick in range(num_batches + num_partitions - 1):
-        stages = range(max(0, tick - num_batches + 1), min(tick + 1, num_partitions))
-        yield [(tick - stage, stage) for stage in stages]
-
-
 def gpipe(num_batches, num_partitions, stage):
     """What a stage does, in order: ("F" or "B", microbatch). Back as it came, in reverse."""
     ticks = itertools.chain.from_iterable(clock_cycles(num_batches, num_partitions))
@@ -213,10 +192,11 @@ def run_by_hand(stage, order, batch, loss, down, up):
 
 BY_HAND = {"gpipe": gpipe, "1f1b": one_forward_one_backward}
 BY_TORCH = {
-    "torch-gpipe": pipelining.ScheduleGPipe, "torch-1f1b": pipelining.Schedule1F1B,
+    "torch-gpipe": pipelining.ScheduleGPipe,
+    "torch-1f1b": pipelining.Schedule1F1B,
     "interleaved": pipelining.ScheduleInterleaved1F1B,
     "zero-bubble": pipelining.ScheduleInterleavedZeroBubble,
-}  # fmt: skip
+}
 SEVERAL = "interleaved", "zero-bubble"  # stages on each rank
 
 
@@ -332,23 +312,43 @@ def train(run, mesh, costs, batch):
     optimizer = torch.optim.Adam(stages[0].parameters(), lr=1e-4)
     for _ in range(3):
         optimizer.zero_grad()
-        losses.append(sum_of_parts(run, pipe.step(*batch)[0]).item())
+        losses.append(harness.sum_of_parts(run, pipe.step(*batch)[0]).item())
         optimizer.step()
     run.print0(f"losses: {', '.join(f'{loss:.4f}' for loss in losses)}")
     run.check("last loss, below the first", [torch.tensor([[losses[-1] < losses[0]], [1.0]])], 0.0)
 
 
 def main():
-    parser = make_parser(__doc__, kinds=ALL_FAMILIES)
+    parser = harness.make_parser(__doc__, kinds=loading.ALL_FAMILIES)
     add, names = parser.add_argument, [*BY_HAND, *BY_TORCH]
     add("--schedule", choices=["all", *names], default="all", help="default all of them")
-    add("--batch-size", type=positive, default=8, help="sequences in a batch; default 8")
-    add("--microbatches", type=positive, default=4, help="pieces of a batch; default 4")
-    add("--stages-per-rank", type=positive, default=2, help="in the last two; default 2")
-    add("--seq-len", type=positive, default=64, help="tokens a sequence; default 64")
-    add("--memory-budget", type=gib, metavar="GIB", help="in place of the checks: train in 1F1B by "
-        "hand, each rank with so much memory beyond what it has; default none")  # fmt: skip
-    start(parser.parse_args(), show)
+    add(
+        "--batch-size",
+        type=harness.positive,
+        default=8,
+        help="sequences in a batch; default 8",
+    )
+    add(
+        "--microbatches",
+        type=harness.positive,
+        default=4,
+        help="pieces of a batch; default 4",
+    )
+    add(
+        "--stages-per-rank",
+        type=harness.positive,
+        default=2,
+        help="in the last two; default 2",
+    )
+    add("--seq-len", type=harness.positive, default=64, help="tokens a sequence; default 64")
+    add(
+        "--memory-budget",
+        type=harness.gib,
+        metavar="GIB",
+        help="in place of the checks: train in 1F1B by "
+        "hand, each rank with so much memory beyond what it has; default none",
+    )
+    harness.start(parser.parse_args(), show)
 
 
 def show(run, args):
@@ -358,12 +358,16 @@ def show(run, args):
         raise UserError(f"--batch-size {B}: fewer sequences than --microbatches {m}")
     if m < run.world_size:
         run.print0(f"note: {m} microbatches, fewer than {run.world_size} ranks: some always wait")
-    mesh, batch, costs = run.mesh("pp"), make_batch(run, B, S), measure_costs(run, S)
+    mesh, batch, costs = (
+        run.mesh("pp"),
+        harness.make_batch(run, B, S),
+        harness.measure_costs(run, S),
+    )
     equal = [stop - first for first, stop in (shard_range(B, m, i) for i in range(m))]
     if args.memory_budget:
-        with limited_memory(run.device, args.memory_budget):
+        with harness.limited_memory(run.device, args.memory_budget):
             return train(run, mesh, costs, [*batch, equal])
-    reference = Reference(run, batch)
+    reference = harness.Reference(run, batch)
     for name in [*BY_HAND, *BY_TORCH] if args.schedule == "all" else [args.schedule]:
         number = run.world_size * (args.stages_per_rank if name in SEVERAL else 1)
         if reason := impossible(run, name, number, len(costs), equal):

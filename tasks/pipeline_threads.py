@@ -39,41 +39,12 @@ from torch.autograd.function import once_differentiable
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import DataLoader
 
-from data_parallel import DataPartitioner
-from pipeline_llama import clock_cycles
-from utils.batches import Batches, pad, read_samples
-from utils.collectives import sum_copies
-from utils.epochs import (
-    check_losses,
-    losses_of_training,
-    mean_and_deviation,
-    train_epoch,
-    validate,
-)
+import harness
+import loading
 from utils.errors import UserError
-from utils.families import (
-    ALL_FAMILIES,
-    GPT2,
-    base_of,
-    embedding_of,
-    family_of,
-    layers_of,
-    norm_of,
-    restore_dropout,
-)
-from utils.flags import make_parser, natural, positive, rate
-from utils.job import start
-from utils.measure import REPEATS_HELP, interleave, measure_costs, ratio, say_if_short
-from utils.model_checks import (
-    error_of_mean,
-    make_batch,
-    mean_loss,
-    number_of_parameters,
-    token_losses,
-)
-from utils.shards import balance
-from utils.step_checks import LARGE, Reference, compare_gradients, keep_changes
-from utils.wider import WIDER, wider_copy
+from utils.families import GPT2, base_of, embedding_of, family_of, layers_of, norm_of
+from utils.losses import mean_loss, token_losses
+from utils.stages import balance, clock_cycles, sum_copies
 
 # ---------------------------------------------------------------- the technique
 
@@ -462,27 +433,54 @@ def one_after_the_other(whole, rows, loss):
 
 
 def main():
-    parser = make_parser(__doc__, kinds=ALL_FAMILIES)
+    parser = harness.make_parser(__doc__, kinds=loading.ALL_FAMILIES)
     add = parser.add_argument
-    add("--batch-size", type=positive, default=8, help="sequences in a batch; default 8")
-    add("--split-size", type=positive, default=2, help="sequences in a microbatch; default 2")
-    add("--seq-len", type=positive, default=64, help="tokens a sequence; default 64")
-    add("--threads", type=positive, default=2, help="devices, one thread each; default 2")
-    add("--repeats", type=natural, help=REPEATS_HELP)
-    add("--model-parallel-mode", choices=[*MODES, "both"], help="in place of the checks of a step: "
+    add(
+        "--batch-size",
+        type=harness.positive,
+        default=8,
+        help="sequences in a batch; default 8",
+    )
+    add(
+        "--split-size",
+        type=harness.positive,
+        default=2,
+        help="sequences in a microbatch; default 2",
+    )
+    add("--seq-len", type=harness.positive, default=64, help="tokens a sequence; default 64")
+    add(
+        "--threads",
+        type=harness.positive,
+        default=2,
+        help="devices, one thread each; default 2",
+    )
+    add("--repeats", type=harness.natural, help=harness.REPEATS_HELP)
+    add(
+        "--model-parallel-mode",
+        choices=[*MODES, "both"],
+        help="in place of the checks of a step: "
         "train, a batch through one device after the other, or by a pipeline, or take turns, an "
-        "epoch each; default none")  # fmt: skip
-    add("--epochs", type=positive, default=2, help="of training; default 2")
-    add("--lr", type=rate, default=1e-4, help="AdamW's learning rate; default 1e-4")
-    add("--num-sequences", type=positive, default=40, help="7 of 10 to train on, 2 to validate "
-        "with; default 40")  # fmt: skip
-    add("--dropout", action="store_true", help="train with GPT-2's dropout as shipped; no two "
-        "runs are alike then: only that the loss falls is checked; default no")  # fmt: skip
+        "epoch each; default none",
+    )
+    add("--epochs", type=harness.positive, default=2, help="of training; default 2")
+    add("--lr", type=harness.rate, default=1e-4, help="AdamW's learning rate; default 1e-4")
+    add(
+        "--num-sequences",
+        type=harness.positive,
+        default=40,
+        help="7 of 10 to train on, 2 to validate with; default 40",
+    )
+    add(
+        "--dropout",
+        action="store_true",
+        help="train with GPT-2's dropout as shipped; no two "
+        "runs are alike then: only that the loss falls is checked; default no",
+    )
     args = parser.parse_args()
     for name in "epochs", "lr", "num_sequences", "dropout":
         if not args.model_parallel_mode and getattr(args, name) != parser.get_default(name):
             parser.error(f"--{name.replace('_', '-')}: of --model-parallel-mode, give that, too")
-    start(args, show)
+    harness.start(args, show)
 
 
 def show(run, args):
@@ -490,9 +488,12 @@ def show(run, args):
     run.mark, devices = "P", choose_devices(run, args.threads)
     if args.model_parallel_mode:
         return show_training(run, args, devices)
-    ids = make_batch(run, args.batch_size, args.seq_len)[0]
-    stops = balance(measure_costs(run, args.seq_len), len(devices))
-    reference, model = Reference(run, (ids, torch.ones_like(ids), ids)), run.load_model()
+    ids = harness.make_batch(run, args.batch_size, args.seq_len)[0]
+    stops = balance(harness.measure_costs(run, args.seq_len), len(devices))
+    reference, model = (
+        harness.Reference(run, (ids, torch.ones_like(ids), ids)),
+        run.load_model(),
+    )
     split = ModelParallel(model, stops, devices)
     split._prepare_pipeline_parallel(args.split_size)
     whole, rows = split.sequential, ids.split(args.split_size)
@@ -528,12 +529,16 @@ def show(run, args):
 
     if args.repeats != 0:
         turns = {"one": partial(turn, by_one), "threads": partial(turn, by_threads)}
-        alone, together = (of["step"] for of in interleave(run, turns, args.repeats).values())
-        run.print0(f"time of a step: {statistics.median(alone):.4f} s one after the other, "
-                   f"{statistics.median(together):.4f} s by threads, "
-                   f"{ratio(alone, together)} times as fast")  # fmt: skip
+        alone, together = (
+            of["step"] for of in harness.interleave(run, turns, args.repeats).values()
+        )
+        run.print0(
+            f"time of a step: {statistics.median(alone):.4f} s one after the other, "
+            f"{statistics.median(together):.4f} s by threads, "
+            f"{harness.ratio(alone, together)} times as fast"
+        )
         run.results |= {"one_after_the_other_s": alone, "threads_s": together}
-        say_if_short(run, alone)
+        harness.say_if_short(run, alone)
 
 
 # ---------------------------------------------------------------- training by epochs
@@ -582,36 +587,46 @@ def synchronize(devices):
 def show_training(run, args, devices):
     """Train in a mode, or in both by turns, and hold it against the unmodified model's training."""
     batches = make_epochs(run, args)
-    stops = balance(measure_costs(run, args.seq_len), len(devices))
+    stops = balance(harness.measure_costs(run, args.seq_len), len(devices))
     names = MODES if args.model_parallel_mode == "both" else [args.model_parallel_mode]
     expected, trained = None, []
     if args.dropout and not any(run.source.dropout.values()):
         raise UserError(f"--dropout: {args.model} has none")
     if args.dropout:
-        restore_dropout(run.source)
+        loading.restore_dropout(run.source)
         run.print0("note: dropout as shipped: nothing is compared, but that the loss falls")
-    elif number_of_parameters(run.source) > LARGE:
-        run.print0(f"note: training is compared of models up to {LARGE / 1e6:.0f} M parameters")
+    elif harness.number_of_parameters(run.source) > harness.LARGE:
+        run.print0(
+            f"note: training is compared of models up to {harness.LARGE / 1e6:.0f} M parameters"
+        )
     else:
         expected, own, trained = expect_epochs(run, batches, args.epochs, args.lr)
     trainers = {mode: Trainer(run, args, mode, stops, devices) for mode in names}
-    before = {mode: [p.detach().clone() for p in trainer.model.parameters()]
-              for mode, trainer in trainers.items() if trained}  # fmt: skip
+    before = {
+        mode: [p.detach().clone() for p in trainer.model.parameters()]
+        for mode, trainer in trainers.items()
+        if trained
+    }
     # Of the same samples: a step's loss, or the validation's, is of others.
-    first = {mode: validate(run, trainer, batches[0]) for mode, trainer in trainers.items()}
+    first = {mode: harness.validate(run, trainer, batches[0]) for mode, trainer in trainers.items()}
     for epoch in range(args.epochs):
         for mode in names if epoch % 2 == 0 else reversed(names):  # for what ran before may matter
             run.print0(f"mode {mode}:")
             train_one(run, trainers[mode], batches, epoch)
     for mode, trainer in trainers.items():
         if expected:
-            losses = [loss for record in trainer.records
-                      for loss in (*record["losses"], record["validation_loss"])]  # fmt: skip
-            check_losses(run, mode, losses, expected, own)
+            losses = [
+                loss
+                for record in trainer.records
+                for loss in (*record["losses"], record["validation_loss"])
+            ]
+            harness.check_losses(run, mode, losses, expected, own)
             for parameter, old in zip(trainer.model.parameters(), before[mode], strict=True):
                 parameter.grad = parameter.detach() - old
-            compare_gradients(run, f"{mode}: changes by the training", trainer.model, trained)
-        fallen = torch.tensor(float(validate(run, trainer, batches[0]) < first[mode]))
+            harness.compare_gradients(
+                run, f"{mode}: changes by the training", trainer.model, trained
+            )
+        fallen = torch.tensor(float(harness.validate(run, trainer, batches[0]) < first[mode]))
         run.check(f"{mode}: last loss, below the first", [(fallen, torch.ones(()))], tolerance=0.0)
         if run.source.config.tie_word_embeddings:
             ends = embedding_of(trainer.model).weight, trainer.model.lm_head.weight.to(run.device)
@@ -624,15 +639,21 @@ def make_epochs(run, args):
     if run.world_size > 1:
         raise UserError("--model-parallel-mode trains in one process: without torchrun")
     data, collate = (
-        read_samples(run, args.num_sequences, args.seq_len),
-        partial(pad, size=args.seq_len),
+        loading.read_samples(run, args.num_sequences, args.seq_len),
+        partial(loading.pad, size=args.seq_len),
     )
+    from data_parallel import DataPartitioner
+
     parts = [DataPartitioner(data).use(i) for i in range(2)]
     if not all(map(len, parts)):
-        raise UserError(f"--num-sequences {args.num_sequences}: {len(parts[0])} to train on and "
-                        f"{len(parts[1])} to validate with; each needs one")  # fmt: skip
-    return [Batches(run, DataLoader(part, args.batch_size, collate_fn=collate), collate)
-            for part in parts]  # fmt: skip
+        raise UserError(
+            f"--num-sequences {args.num_sequences}: {len(parts[0])} to train on and "
+            f"{len(parts[1])} to validate with; each needs one"
+        )
+    return [
+        loading.Batches(run, DataLoader(part, args.batch_size, collate_fn=collate), collate)
+        for part in parts
+    ]
 
 
 def expect_epochs(run, batches, epochs, lr):
@@ -642,25 +663,30 @@ def expect_epochs(run, batches, epochs, lr):
     `checks.Comparison.references`. The model's gradients are what the training has changed.
     """
     model = run.load_reference()
-    models = [model, *([wider_copy(model)] if run.dtype in WIDER else [])]
+    models = [
+        model,
+        *([harness.wider_copy(model)] if run.dtype in harness.WIDER else []),
+    ]
     steps, validation = (list(each) for each in batches)
 
     def train(model):
-        return losses_of_training(model, steps, validation, epochs, lr)
+        return harness.losses_of_training(model, steps, validation, epochs, lr)
 
-    curves = [keep_changes(list(one.parameters()), partial(train, one))[1] for one in models]
+    curves = [
+        harness.keep_changes(list(one.parameters()), partial(train, one))[1] for one in models
+    ]
     for parameter, *exact in zip(*(one.parameters() for one in models), strict=True):
         parameter.exact_grad = exact[0].grad.float() if exact else None
     ids, _, labels = steps[0]
     with torch.no_grad():
-        own = error_of_mean(*(token_losses(one(ids).logits, labels) for one in models))
+        own = harness.error_of_mean(*(token_losses(one(ids).logits, labels) for one in models))
     return curves, own, [model]
 
 
 def train_one(run, trainer, batches, epoch):
     """An epoch of a mode, its validation, and their lines."""
-    record = train_epoch(run, trainer, trainer.optimizer, batches[0], epoch)
-    record["validation_loss"] = validate(run, trainer, batches[1])
+    record = harness.train_epoch(run, trainer, trainer.optimizer, batches[0], epoch)
+    record["validation_loss"] = harness.validate(run, trainer, batches[1])
     trainer.records.append(record)
     run.print0(
         f"Epoch {epoch} (rank=0): Training Time = {record['training_time_s']:.3f} s, "
@@ -678,13 +704,15 @@ def summarize(run, trainers):
         warm_up = len(trainer.records) - len(counted)
         times[mode] = [record["training_time_s"] for record in counted]
         speeds = [record["tokens_per_second"] for record in counted]
-        run.print0(f"time of an epoch, {mode}: {mean_and_deviation(times[mode], '.3f')} s, of "
-                   f"{len(counted)} after {warm_up} to warm up")  # fmt: skip
-        run.print0(f"tokens_per_second={mean_and_deviation(speeds, '.0f')}, {mode}")
+        run.print0(
+            f"time of an epoch, {mode}: {harness.mean_and_deviation(times[mode], '.3f')} s, of "
+            f"{len(counted)} after {warm_up} to warm up"
+        )
+        run.print0(f"tokens_per_second={harness.mean_and_deviation(speeds, '.0f')}, {mode}")
     if len(times) == 2:
-        speedup = ratio(times[MODEL_PARALLEL], times[PIPELINE_PARALLEL])
+        speedup = harness.ratio(times[MODEL_PARALLEL], times[PIPELINE_PARALLEL])
         run.print0(f"time by the pipeline, speedup: {speedup} times as fast")
-    say_if_short(run, next(iter(times.values())))
+    harness.say_if_short(run, next(iter(times.values())))
 
 
 if __name__ == "__main__":

@@ -39,17 +39,15 @@ from torch.distributed.tensor.parallel import (
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
-from dtensor_llama import COLUMNS, HEADS, Local, VocabularyRows, split_loss
-from utils import pretraining
-from utils.batches import batches_of, start_worker
-from utils.collectives import all_reduce, new_gradients, sum_in_place
-from utils.documents import load_rows
+import checkpoints
+import harness
+import loading
+from dtensor_llama import COLUMNS, HEADS, Local, VocabularyRows, apply_plan, split_loss
+from utils.collectives import all_reduce
 from utils.errors import UserError
-from utils.flags import make_parser, natural, positive, rate
-from utils.job import start
-from utils.sharded_checkpoint import ShardedCheckpoints
-from utils.shards import apply_plan, refuse_as_whole, shard_range
-from utils.step_checks import refuse_if_endless
+from utils.gradients import new_gradients, sum_in_place
+from utils.partition import shard_range
+from utils.shards import refuse_as_whole
 
 # ---------------------------------------------------------------- the technique: the plan
 
@@ -224,7 +222,7 @@ def train(model, mesh, batches, optimizer, schedule, replicate=False, clip=1.0):
         loss = forward_backward(model, batch, mesh, replicate)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
         (rate,) = schedule.get_last_lr()
-        refuse_if_endless(loss + norm.full_tensor(), schedule.base_lrs[0])
+        harness.refuse_if_endless(loss + norm.full_tensor(), schedule.base_lrs[0])
         optimizer.step()
         schedule.step()
         yield loss.item(), norm.full_tensor().item(), rate
@@ -255,11 +253,11 @@ def make_batches(rows, mesh, batch_size, device, first=0, num_workers=0):
     P, rank = mesh["dp"].size(), mesh["dp"].get_local_rank()
     sampler = DistributedSampler(rows, P, rank, shuffle=False, drop_last=True)
     indices, on_gpu = BatchIndices(sampler, batch_size // P, first), device.type == "cuda"
-    ahead = {"prefetch_factor": 4, "worker_init_fn": start_worker} if num_workers else {}
+    ahead = {"prefetch_factor": 4, "worker_init_fn": loading.start_worker} if num_workers else {}
     loader = DataLoader(
         rows, batch_sampler=indices, num_workers=num_workers, pin_memory=on_gpu, **ahead
     )
-    for batch in batches_of(loader):
+    for batch in loading.batches_of(loader):
         yield [tensor.to(device, non_blocking=on_gpu) for tensor in batch]
 
 
@@ -267,67 +265,107 @@ def make_batches(rows, mesh, batch_size, device, first=0, num_workers=0):
 
 
 def main():
-    parser = make_parser(__doc__)
+    parser = harness.make_parser(__doc__)
     add = parser.add_argument
-    add("--dp", type=positive, help="rows of the mesh; default the ranks / tp")
-    add("--tp", type=positive, help="columns; default the ranks / dp, or 2 of an even number")
+    add("--dp", type=harness.positive, help="rows of the mesh; default the ranks / tp")
+    add(
+        "--tp",
+        type=harness.positive,
+        help="columns; default the ranks / dp, or 2 of an even number",
+    )
     add("--replicate", action="store_true", help="copies along dp, in place of FSDP2; default no")
-    add("--text", help="documents: the paragraphs of a file or URL, or each \"text\" of a file of "
-        "JSON lines; a file is not held in memory; default the project's stories")  # fmt: skip
+    add(
+        "--text",
+        help='documents: the paragraphs of a file or URL, or each "text" of a file of '
+        "JSON lines; a file is not held in memory; default the project's stories",
+    )
     add("--tokenizer", help="tokenizer.json or its folder; default the embedded model's")
-    add("--train-tokenizer", type=positive, metavar="VOCABULARY_SIZE", help="train one of so many "
-        "tokens on the text, byte-level BPE, if --tokenizer has none yet; default no")  # fmt: skip
-    add("--num-workers", type=natural, default=0, help="processes of each rank that read and "
-        "tokenize batches ahead; default 0: none, the rank itself does")  # fmt: skip
-    add("--num-documents", type=positive, help="a tenth is held out; default all, or 240 stories")
-    add("--batch-size", type=positive, default=12, help="documents a step; default 12")
-    add("--seq-len", type=positive, default=56, help="tokens of a document at most; default 56")
+    add(
+        "--train-tokenizer",
+        type=harness.positive,
+        metavar="VOCABULARY_SIZE",
+        help="train one of so many "
+        "tokens on the text, byte-level BPE, if --tokenizer has none yet; default no",
+    )
+    add(
+        "--num-workers",
+        type=harness.natural,
+        default=0,
+        help="processes of each rank that read and "
+        "tokenize batches ahead; default 0: none, the rank itself does",
+    )
+    add(
+        "--num-documents",
+        type=harness.positive,
+        help="a tenth is held out; default all, or 240 stories",
+    )
+    add("--batch-size", type=harness.positive, default=12, help="documents a step; default 12")
+    add(
+        "--seq-len",
+        type=harness.positive,
+        default=56,
+        help="tokens of a document at most; default 56",
+    )
     length = parser.add_mutually_exclusive_group().add_argument
-    length("--steps", type=positive, default=12, help="of training; default 12")
-    length("--epochs", type=positive, help="train so often on each document; default by --steps")
-    add("--warm-up", type=natural, default=4, help="steps with a smaller rate; default 4")
-    add("--lr", type=rate, default=1e-3, help="AdamW's largest learning rate; default 1e-3")
+    length("--steps", type=harness.positive, default=12, help="of training; default 12")
+    length(
+        "--epochs",
+        type=harness.positive,
+        help="train so often on each document; default by --steps",
+    )
+    add(
+        "--warm-up",
+        type=harness.natural,
+        default=4,
+        help="steps with a smaller rate; default 4",
+    )
+    add(
+        "--lr",
+        type=harness.rate,
+        default=1e-3,
+        help="AdamW's largest learning rate; default 1e-3",
+    )
     add("--output-dir", type=Path, help="for checkpoints, and model/ at the end; default none")
-    add("--save-every", type=positive, default=100, help="steps; default 100")
+    add("--save-every", type=harness.positive, default=100, help="steps; default 100")
     add("--resume", action="store_true", help="go on there, by the same flags; default no")
-    start(parser.parse_args(), show)
+    harness.start(parser.parse_args(), show)
 
 
 def show(run, args):
     """All checks of the first steps, and the training."""
-    checkpoints = ShardedCheckpoints(run, args.output_dir, "model", args.resume)
-    mesh, B = pretraining.make_mesh(run, args.dp, args.tp, args.batch_size), args.batch_size
+    store = checkpoints.ShardedCheckpoints(run, args.output_dir, "model", args.resume)
+    mesh, B = harness.make_mesh(run, args.dp, args.tp, args.batch_size), args.batch_size
     tp = mesh["tp"].size()
     S = -(-args.seq_len // tp) * tp  # as many tokens on each rank
     text, of_tokens = (args.text, args.num_documents), (args.tokenizer, args.train_tokenizer)
-    tokenizer, rows, held = load_rows(run, *text, S, B, *of_tokens)
-    args.steps = pretraining.number_of_steps(run, args, rows)
+    tokenizer, rows, held = loading.load_rows(run, *text, S, B, *of_tokens)
+    args.steps = harness.number_of_steps(run, args, rows)
     run.source.from_scratch(tokenizer)
-    checkpoints.find(pretraining.identity(run, args, rows))
-    trial = pretraining.Trial(run, rows, args)
+    store.find(harness.identity_of_pretraining(run, args, rows))
+    trial = harness.Trial(run, rows, args)
     model = run.load_model(partial(parallelize_2d, mesh=mesh, replicate=args.replicate))
     model.to(run.device)  # FSDP2 looks for the parameters that are there now
     whole = "" if args.replicate and tp == 1 else "norm"
     run.check_weights("all", model, trial.references, whole=(whole,))
-    pretraining.check_fully_split(run, model, mesh["dp"].size() == 1 or args.replicate)
+    harness.check_fully_split(run, model, mesh["dp"].size() == 1 or args.replicate)
     with loss_parallel():
         batches = partial(make_batches, mesh=mesh, batch_size=B, device=run.device)
         step = partial(forward_backward, model, next(batches(rows)), mesh, args.replicate)
         trial.check_first_step(run, model, step)
         optimizer, schedule = make_optimizer(model, args.lr, args.steps, args.warm_up)
-        losses = checkpoints.resume(model, optimizer, schedule)
+        losses = store.resume(model, optimizer, schedule)
         left = batches(rows, first=len(losses), num_workers=args.num_workers)
         left = islice(left, args.steps - len(losses))
         training = train(model, mesh, left, optimizer, schedule, args.replicate)
-        save = partial(checkpoints.save, model, optimizer, schedule)
-        training = pretraining.saving(training, losses, args, save)
-        trial.check_steps(run, model, training, losses, checkpoints)
-        pretraining.progress(run, trial, model, training, losses, B * S)
-        evaluate = partial(pretraining.evaluate, partial(loss_of, model, mesh=mesh), model, mesh)
+        save = partial(store.save, model, optimizer, schedule)
+        training = harness.saving(training, losses, args, save)
+        trial.check_steps(run, model, training, losses, store)
+        harness.progress(run, trial, model, training, losses, B * S)
+        evaluate = partial(harness.evaluate, partial(loss_of, model, mesh=mesh), model, mesh)
         loss = evaluate(islice(batches(held), len(held) // B))
-        pretraining.say_what_was_learnt(run, loss, rows, held)
+        harness.say_what_was_learnt(run, loss, rows, held)
         if args.output_dir:
-            pretraining.export(run, model, tokenizer, checkpoints, DataLoader(held, B), loss)
+            harness.export(run, model, tokenizer, store, DataLoader(held, B), loss)
 
 
 if __name__ == "__main__":

@@ -38,13 +38,12 @@ from itertools import accumulate
 import torch
 from torch.autograd.function import once_differentiable
 
-from ulysses_forward import SequenceParallelLlama
-from utils.collectives import exchange, group_of_axis
-from utils.flags import Workload, add_model_flags, make_parser
-from utils.job import start
+import harness
+from utils.collectives import group_of_axis
 from utils.kernels import attend, attend_backward, bias_of
-from utils.sequence_checks import show_sequence
-from utils.shards import become, heads_of, shard_range
+from utils.partition import shard_range
+from utils.point_to_point import exchange
+from utils.sequence import SequenceParallelLlama, become, heads_of
 
 # ---------------------------------------------------------------- the technique: who has what, when
 
@@ -303,17 +302,21 @@ def formula(model, B, S, group=None, keys=None):
 
 
 def main():
-    parser = add_model_flags(make_parser(__doc__))
-    parser.add_argument("--layout", choices=["zigzag", "contiguous"], default="zigzag",
-                        help="how tokens are dealt out; default zigzag")  # fmt: skip
-    start(parser.parse_args(), show)
+    parser = harness.add_model_flags(harness.make_parser(__doc__))
+    parser.add_argument(
+        "--layout",
+        choices=["zigzag", "contiguous"],
+        default="zigzag",
+        help="how tokens are dealt out; default zigzag",
+    )
+    harness.start(parser.parse_args(), show)
 
 
 def show(run, args):
     """All checks of the model, its text, bytes, time and memory."""
     mesh = run.mesh("sp")
     parallelize = partial(ring_parallelize, mesh=mesh, zigzag=args.layout == "zigzag")
-    show_sequence(run, Workload.of(args), mesh, parallelize, formula)
+    harness.show_sequence(run, harness.Workload.of(args), mesh, parallelize, formula)
 
 
 if __name__ == "__main__":

@@ -29,24 +29,15 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding
 
-from utils.collectives import (
-    SharedLinear,
-    copy_to_ranks,
-    group_of_axis,
-    subgroup,
-    sum_over_ranks,
-)
-from utils.flags import make_parser
-from utils.float64 import Rotary64
-from utils.job import start
-from utils.models import materialize
-from utils.presets import PRESETS
-from utils.shards import held, keep_shard, shard_heads
+import harness
+import loading
+from utils.collectives import copy_to_ranks, group_of_axis, subgroup, sum_over_ranks
+from utils.llama import held
+from utils.partition import shard_heads
+from utils.shards import SharedLinear, keep_shard
 
-SHAPES = {
-    "assignment": dict(hidden_size=4096, num_attention_heads=32, num_key_value_heads=8),
-    "llama-3.2-1b": PRESETS["llama-3.2-1b"],  # with its RoPE
-}
+ASSIGNMENT = dict(hidden_size=4096, num_attention_heads=32, num_key_value_heads=8)
+SHAPES = "assignment", "llama-3.2-1b"
 
 
 def tensor_parallelize_attention(attention, mesh):
@@ -125,7 +116,7 @@ def load_attention(run, config, read, mesh=None, layer_idx=0):
         attention = LlamaAttention(config, layer_idx)
     if mesh:
         tensor_parallelize_attention(attention, mesh)
-    return materialize(attention, read, run.dtype, run.device).eval()
+    return loading.materialize(attention, read, run.dtype, run.device).eval()
 
 
 def make_inputs(run, config, batch_size, seq_len):
@@ -134,7 +125,7 @@ def make_inputs(run, config, batch_size, seq_len):
     x, upstream = torch.randn(2, batch_size, seq_len, config.hidden_size, dtype=torch.float32)
     x, upstream = x.to(run.device, run.dtype), upstream.to(run.device, run.dtype)
     rotary = LlamaRotaryEmbedding(config).to(run.device)
-    rotary = Rotary64(rotary) if run.dtype == torch.float64 else rotary
+    rotary = harness.Rotary64(rotary) if run.dtype == torch.float64 else rotary
     return x, upstream, rotary(x, torch.arange(seq_len, device=run.device)[None])
 
 
@@ -189,7 +180,7 @@ def compare(run, title, reference, parallel, batch_size, seq_len):
 
 
 def main():
-    parser = make_parser(__doc__)
+    parser = harness.make_parser(__doc__)
     parser.add_argument(
         "--shapes",
         nargs="+",
@@ -198,7 +189,7 @@ def main():
         help="which attention: layer 0 of --model, these sizes with random weights, or the "
         "assignment's example; default all",
     )
-    start(parser.parse_args(), show)
+    harness.start(parser.parse_args(), show)
 
 
 def show(run, args):
@@ -230,7 +221,8 @@ def random_layers(run, shape, layer_idx=0):
 
     They come from the seed, on rank 0, which sends them; each rank keeps its slices.
     """
-    config, reference = LlamaConfig(**SHAPES[shape], attn_implementation="sdpa"), None
+    sizes = ASSIGNMENT if shape == "assignment" else loading.PRESETS[shape]  # with its RoPE
+    config, reference = LlamaConfig(**sizes, attn_implementation="sdpa"), None
     if run.rank == 0:
         torch.manual_seed(run.seed)
         reference = run.place(LlamaAttention(config, layer_idx)).eval()

@@ -26,12 +26,11 @@ logits), continues a prompt greedily, and measures time and memory of both.
 import argparse
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+import harness
 from utils.collectives import (
-    SharedLinear,
     all_gather,
     copy_to_ranks,
     gather_shares,
@@ -40,20 +39,9 @@ from utils.collectives import (
     sum_over_ranks,
 )
 from utils.errors import UserError
-from utils.flags import Workload, add_model_flags, make_parser
-from utils.job import start
-from utils.model_checks import plain_loss, show_model
-from utils.shards import (
-    bound,
-    check_ids,
-    held,
-    keep_shard,
-    next_tokens,
-    refuse_as_whole,
-    shard_heads,
-    shard_range,
-    with_whole_logits,
-)
+from utils.llama import bound, held, next_tokens
+from utils.partition import shard_heads, shard_range
+from utils.shards import SharedLinear, keep_shard, local_rows, refuse_as_whole, with_whole_logits
 
 # ---------------------------------------------------------------- the technique
 
@@ -160,20 +148,6 @@ class VocabParallelEmbedding(nn.Embedding):
         return local_rows(ids, self.weight, self.rows[0], self.num_embeddings, self.padding_idx)
 
 
-def local_rows(ids, weight, first, vocab_size, padding):
-    """The rows of ids (B, S) that `weight` has, (B, S, H); zeros where the row is another rank's.
-
-    weight: rows from `first` on of an embedding of `vocab_size`. padding: the id, or None, whose
-    row gets no gradient, in the whole model too. Raises IndexError for ids beyond the vocabulary.
-    """
-    check_ids(ids, vocab_size)
-    stop = first + len(weight)
-    elsewhere = (ids < first) | (ids >= stop)
-    padding = padding - first if padding is not None and first <= padding < stop else None
-    rows = F.embedding((ids - first).masked_fill(elsewhere, 0), weight, padding)
-    return rows.masked_fill(elsewhere[..., None], 0)
-
-
 class VocabParallelCrossEntropy(torch.autograd.Function):
     """Cross-entropy of every token from logits that are split over the vocabulary.
 
@@ -222,9 +196,16 @@ def sum_of_losses(logits, targets, rows, group, ignore_index=-100):
 
 
 def vocab_parallel_loss(
-    logits, labels, vocab_size, rows, group, ignore_index=-100, num_items_in_batch=None,
-    shift_labels=None, **kwargs,
-):  # fmt: skip
+    logits,
+    labels,
+    vocab_size,
+    rows,
+    group,
+    ignore_index=-100,
+    num_items_in_batch=None,
+    shift_labels=None,
+    **kwargs,
+):
     """Mean next-token loss, the same on all ranks, from logits (B, S, V/P) and labels (B, S).
 
     Takes the place of Hugging Face's loss: labels are the input tokens and are shifted here,
@@ -243,14 +224,14 @@ def vocab_parallel_loss(
 
 
 def main():
-    parser = add_model_flags(make_parser(__doc__))
+    parser = harness.add_model_flags(harness.make_parser(__doc__))
     parser.add_argument(
         "--vocab-parallel",
         action=argparse.BooleanOptionalAction,
         default=True,
         help="split embedding and LM head over the ranks too; default yes",
     )
-    start(parser.parse_args(), show)
+    harness.start(parser.parse_args(), show)
 
 
 def show(run, args):
@@ -261,10 +242,16 @@ def show(run, args):
         tensor_parallelize(model, mesh, args.vocab_parallel)
 
     if args.vocab_parallel:
-        show_model(run, Workload.of(args), parallelize)
+        harness.show_model(run, harness.Workload.of(args), parallelize)
     else:
         whole = "norm", "embed_tokens", "lm_head"
-        show_model(run, Workload.of(args), parallelize, plain_loss, whole)
+        harness.show_model(
+            run,
+            harness.Workload.of(args),
+            parallelize,
+            harness.plain_loss,
+            whole,
+        )
 
 
 if __name__ == "__main__":

@@ -36,11 +36,11 @@ from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
+import harness
+import loading
 from utils.collectives import copy_to_ranks, group_of_axis, sum_over_ranks
-from utils.flags import make_parser, positive
-from utils.job import start
-from utils.models import materialize
-from utils.shards import keep_shard, shard_range
+from utils.partition import shard_range
+from utils.shards import keep_shard
 
 # What the assignment prints for its demo: first and last three of the outputs and input gradients.
 GOLDEN_OUTPUTS = [-0.1145, 0.0160, 0.0500, -0.1455, 0.1126, -0.0192]
@@ -91,7 +91,7 @@ def load_block(run, config, read, parallelize=None):
         block = Block(config)
     if parallelize:
         parallelize(block)
-    return materialize(block, read, run.dtype, run.device)
+    return loading.materialize(block, read, run.dtype, run.device)
 
 
 def make_demo(run, hidden_size, intermediate_size, parallelize):
@@ -172,11 +172,21 @@ def compare(run, title, reference, parallel, x):
 
 
 def main():
-    parser = make_parser(__doc__)
+    parser = harness.make_parser(__doc__)
     add = parser.add_argument
-    add("--hidden-size", type=positive, default=4096, help="H of the demo's block; default 4096")
-    add("--intermediate-size", type=positive, default=14336, help="its F, MLP units; default 14336")
-    start(parser.parse_args(), show)
+    add(
+        "--hidden-size",
+        type=harness.positive,
+        default=4096,
+        help="H of the demo's block; default 4096",
+    )
+    add(
+        "--intermediate-size",
+        type=harness.positive,
+        default=14336,
+        help="its F, MLP units; default 14336",
+    )
+    harness.start(parser.parse_args(), show)
 
 
 def show(run, args):

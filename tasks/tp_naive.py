@@ -35,13 +35,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import harness
+import loading
 from utils.collectives import all_reduce, gather_shares, group_of_axis
-from utils.flags import make_parser, positive, rate
-from utils.job import brief, start
-from utils.model_checks import error_of_mean
-from utils.models import materialize
-from utils.shards import keep_shard, shard_range
-from utils.step_checks import refuse_if_endless
+from utils.partition import shard_range
+from utils.shards import keep_shard
 
 # ---------------------------------------------------------------- a product, by columns or by rows
 
@@ -178,12 +176,17 @@ def split_two_layers(model, group):
 
 
 def main():
-    parser = make_parser(__doc__)
+    parser = harness.make_parser(__doc__)
     add = parser.add_argument
-    add("--batch-size", type=positive, default=4, help="inputs of the two layers; default 4")
-    add("--iterations", type=positive, default=2, help="of training; default 2")
-    add("--lr", type=rate, default=0.1, help="learning rate of SGD; default 0.1")
-    start(parser.parse_args(), show)
+    add(
+        "--batch-size",
+        type=harness.positive,
+        default=4,
+        help="inputs of the two layers; default 4",
+    )
+    add("--iterations", type=harness.positive, default=2, help="of training; default 2")
+    add("--lr", type=harness.rate, default=0.1, help="learning rate of SGD; default 0.1")
+    harness.start(parser.parse_args(), show)
 
 
 def show(run, args):
@@ -244,7 +247,7 @@ def layers_of_model(run, split=None):
         name = name.replace("fc1", "up_proj").replace("fc2", "down_proj")
         return run.source.read(f"model.layers.0.mlp.{name}", shard)
 
-    return materialize(layers, read, run.dtype, run.device)
+    return loading.materialize(layers, read, run.dtype, run.device)
 
 
 def train_step(model, x, target):
@@ -289,18 +292,18 @@ def compare(run, title, model, references, actual, expected, lr):
     """
     (y, x_grad, errors), (expected_y, expected_x_grad, expected_errors) = actual, expected
     loss, expected_losses = errors.mean(), [one.mean() for one in expected_errors]
-    refuse_if_endless(expected_losses[0], lr)
+    harness.refuse_if_endless(expected_losses[0], lr)
     expected_grad = run.broadcast(references[0].fc1.weight.grad if references else None)
     first, stop = share_of(len(expected_grad), model.fc1.group)
     run.print0(f"--- {title}")
     run.show("outputs", expected_y[0], y)
     run.show_texts("loss", f"{expected_losses[0]:.6f}", f"{loss:.6f}")
-    part = f"{brief(model.fc1.weight.grad)}, rows {first} to {stop - 1}"
-    run.show_texts("fc1_grad", brief(expected_grad), part)
+    part = f"{harness.brief(model.fc1.weight.grad)}, rows {first} to {stop - 1}"
+    run.show_texts("fc1_grad", harness.brief(expected_grad), part)
     run.show("input grad", expected_x_grad[0], x_grad)
     run.check(f"{title}: outputs", [(y, *expected_y)])
     # Chance decides how far off a single number is: by as much as what it is the mean of.
-    own = error_of_mean(*expected_errors)
+    own = harness.error_of_mean(*expected_errors)
     run.check(f"{title}: loss", [(loss, *expected_losses)], own=own)
     run.check(f"{title}: input grad", [(x_grad, *expected_x_grad)])
     run.check_gradients(f"{title}:", model, references)

@@ -26,28 +26,13 @@ from pathlib import Path
 import torch
 from torch.optim import SGD
 
+import harness
 from tp_llama import split_vocabulary, tensor_parallelize
 from utils.collectives import group_of_axis
-from utils.environment import check_writable
 from utils.errors import UserError
-from utils.flags import gib, make_parser, positive, rate
-from utils.job import start
-from utils.measure import limited_memory, peak_memory
-from utils.memory_profile import PARTS, record_step, trace_of, write_trace
-from utils.model_checks import (
-    compared_layers,
-    error_of_mean,
-    make_batch,
-    mean_loss,
-    own_loss,
-    plain_loss,
-    token_losses,
-    train,
-)
-from utils.shards import refuse_as_whole, shard_range
-from utils.step_checks import check_copies, compare_gradients, keep_changes, refuse_if_endless
-from utils.tolerance import LIMITS
-from utils.wider import WIDER, wider_copy
+from utils.losses import mean_loss, token_losses
+from utils.partition import shard_range
+from utils.shards import refuse_as_whole
 
 # ---------------------------------------------------------------- the technique
 
@@ -59,10 +44,10 @@ def split_loss_alone(model, mesh):
 
 
 VOCABULARY, LAYERS = ("embed_tokens", "lm_head"), ("self_attn", "mlp")
-SPLITS = {  # {name: (what splits a LlamaForCausalLM in place, its loss then, what stays whole)}
-    "TP": (partial(tensor_parallelize, vocab_parallel=False), plain_loss, VOCABULARY),
-    "loss parallel": (split_loss_alone, own_loss, LAYERS),
-    "TP + loss parallel": (tensor_parallelize, own_loss, ()),
+SPLITS = {  # {name: (what splits a LlamaForCausalLM in place, what stays whole)}
+    "TP": (partial(tensor_parallelize, vocab_parallel=False), VOCABULARY),
+    "loss parallel": (split_loss_alone, LAYERS),
+    "TP + loss parallel": (tensor_parallelize, ()),
 }
 
 
@@ -70,27 +55,49 @@ SPLITS = {  # {name: (what splits a LlamaForCausalLM in place, its loss then, wh
 
 
 def main():
-    parser = make_parser(__doc__)
+    parser = harness.make_parser(__doc__)
     add, instead = parser.add_argument, parser.add_mutually_exclusive_group().add_argument
     add("--text", default="i love tensor parallelism.", help="the sentence; default '%(default)s'")
-    add("--batch-size", type=positive, help="sequences of the padded batch, default 2; with "
-        "--memory-budget default 1")  # fmt: skip
-    add("--seq-len", type=positive, default=64, help="its tokens a sequence; default 64")
-    add("--iterations", type=positive, default=5, help="of each training; default 5")
-    add("--lr", type=rate, default=0.02, help="of SGD; default 0.02")
-    instead("--profile", action="store_true", help="in place of the checks: memory over a step "
-        "of --batch-size x --seq-len tokens (of --model random/small-8k); default no")  # fmt: skip
-    instead("--memory-budget", type=gib, metavar="GIB", help="in place of the checks: train "
+    add(
+        "--batch-size",
+        type=harness.positive,
+        help="sequences of the padded batch, default 2; with --memory-budget default 1",
+    )
+    add(
+        "--seq-len",
+        type=harness.positive,
+        default=64,
+        help="its tokens a sequence; default 64",
+    )
+    add("--iterations", type=harness.positive, default=5, help="of each training; default 5")
+    add("--lr", type=harness.rate, default=0.02, help="of SGD; default 0.02")
+    instead(
+        "--profile",
+        action="store_true",
+        help="in place of the checks: memory over a step "
+        "of --batch-size x --seq-len tokens (of --model random/small-8k); default no",
+    )
+    instead(
+        "--memory-budget",
+        type=harness.gib,
+        metavar="GIB",
+        help="in place of the checks: train "
         "on sequences of --seq-len tokens, each rank with so much memory beyond its weights; "
-        "default none")  # fmt: skip
-    add("--trace", type=Path, metavar="FILE", help="with --profile: write rank 0's Chrome traces, "
-        "one for each split, whose names are FILE's with the split's; default none")  # fmt: skip
+        "default none",
+    )
+    add(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="with --profile: write rank 0's Chrome traces, "
+        "one for each split, whose names are FILE's with the split's; default none",
+    )
     args = parser.parse_args()
     if args.trace and not args.profile:
         parser.error("--trace: of what --profile records, give that, too")
-    check_writable(args.trace, "--trace")
+    harness.check_writable(args.trace, "--trace")
     args.batch_size = args.batch_size or (1 if args.memory_budget else 2)
-    start(args, show)
+    harness.start(args, show)
 
 
 def show(run, args):
@@ -101,14 +108,14 @@ def show(run, args):
     if args.memory_budget:
         return train_within(run, mesh, args)
     whole = [one for one in [run.load_reference()] if one]
-    for name, (split, *_) in SPLITS.items():
+    for name, (split, _) in SPLITS.items():
         check_split(run, name, run.load_model(partial(split, mesh=mesh)), whole)
     del whole
     tokens = len(run.tokenizer(args.text)["input_ids"]) if run.tokenizer else 9
     if tokens < 3:
         raise UserError(f"--text {args.text!r}: {tokens} tokens, too short, use 3 or more")
-    sentence = make_batch(run, 1, tokens, args.text)
-    for batch in sentence, make_batch(run, args.batch_size, args.seq_len):
+    sentence = harness.make_batch(run, 1, tokens, args.text)
+    for batch in sentence, harness.make_batch(run, args.batch_size, args.seq_len):
         show_training(run, mesh, batch, args.lr, args.iterations)
 
 
@@ -116,20 +123,22 @@ def check_split(run, name, model, references=None):
     """A model's weights are slices of the whole one's, all that its split is of."""
     if references is None:
         references = [one for one in [run.load_reference()] if one]
-    run.check_weights(name, model, references, whole=("norm", *SPLITS[name][2]))
+    run.check_weights(name, model, references, whole=("norm", *SPLITS[name][1]))
 
 
 def show_training(run, mesh, batch, lr, iterations, splits=SPLITS):
     """The splits beside the unmodified model: each loss, and what the iterations change."""
     ids, mask, _ = batch
-    only, exactly = compared_layers(run), run.dtype != torch.bfloat16
+    only, exactly = harness.compared_layers(run), run.dtype != torch.bfloat16
     references = [one for one in [run.load_reference()] if one]
-    references += [wider_copy(one) for one in references if run.dtype in WIDER]
+    references += [harness.wider_copy(one) for one in references if run.dtype in harness.WIDER]
 
     def trained(model, loss):
         """The losses; and each parameter's gradient is what training has changed."""
-        steps = partial(train, model, loss, batch, SGD(model.parameters(), lr), iterations)
-        return keep_changes(list(model.parameters()), steps)[1]
+        steps = partial(
+            harness.train_on_batch, model, loss, batch, SGD(model.parameters(), lr), iterations
+        )
+        return harness.keep_changes(list(model.parameters()), steps)[1]
 
     def expect(model):
         """Those of the unmodified model, and the tokens' losses that they are the means of."""
@@ -142,22 +151,25 @@ def show_training(run, mesh, batch, lr, iterations, splits=SPLITS):
         return trained(model, loss), torch.stack(kept).detach()
 
     expected, tokens = run.expect(expect, references)
-    own = LIMITS["rms"] * error_of_mean(*tokens)  # which weights, off by one step, share
-    refuse_if_endless(expected[0], lr)
+    own = harness.LIMITS["rms"] * harness.error_of_mean(
+        *tokens
+    )  # which weights, off by one step, share
+    harness.refuse_if_endless(expected[0], lr)
     for wide in references[1:]:
         for parameter, of in zip(references[0].parameters(), wide.parameters(), strict=True):
             parameter.exact_grad = of.grad.float()
     del references[1:]
     table, title = {"no TP": expected[0]}, f"{len(ids)} x {ids.shape[1]} tokens"
-    for name, (split, loss, _) in splits.items():
+    for name, (split, _) in splits.items():
         model = run.load_model(partial(split, mesh=mesh))
+        loss = harness.plain_loss if name == "TP" else harness.own_loss
         table[name] = trained(model, loss)
         compared = [of if exactly else of[:1] for of in (table[name], *expected)]
         run.check(f"{name}, {title}: losses", [compared], own=own)
         if exactly:
             changes = f"{name}, {title}: changes by {iterations} iterations"
-            compare_gradients(run, changes, model, references, only)
-        check_copies(run, f"{name}, {title}: copies of a parameter, after them", model)
+            harness.compare_gradients(run, changes, model, references, only)
+        harness.check_copies(run, f"{name}, {title}: copies of a parameter, after them", model)
     padding = (mask == 0).sum().item()
     for i in range(iterations):
         said = ", ".join(f"{name} {losses[i]:.6f}" for name, losses in table.items())
@@ -172,9 +184,9 @@ def show_training(run, mesh, batch, lr, iterations, splits=SPLITS):
 
 def train_within(run, mesh, args):
     """Iterations on long sequences, each rank with no more memory than it is given."""
-    ids, _, labels = make_batch(run, args.batch_size, args.seq_len)
+    ids, _, labels = harness.make_batch(run, args.batch_size, args.seq_len)
     name = "TP + loss parallel"  # beside the reference first, on few tokens
-    few = make_batch(run, 1, min(args.seq_len, 64))
+    few = harness.make_batch(run, 1, min(args.seq_len, 64))
     show_training(run, mesh, few, args.lr, 2, {name: SPLITS[name]})
     model = run.load_model(partial(tensor_parallelize, mesh=mesh))
     check_split(run, name, model)
@@ -182,22 +194,34 @@ def train_within(run, mesh, args):
 
     def iterate():
         optimizer = SGD(model.parameters(), args.lr)
-        trained.append(train(model, own_loss, (ids, None, labels), optimizer, args.iterations))
+        trained.append(
+            harness.train_on_batch(
+                model,
+                harness.own_loss,
+                (ids, None, labels),
+                optimizer,
+                args.iterations,
+            )
+        )
 
     begin = time.perf_counter()
-    with limited_memory(run.device, args.memory_budget):
-        peaks = peak_memory(run, iterate)
+    with harness.limited_memory(run.device, args.memory_budget):
+        peaks = harness.peak_memory(run, iterate)
     (losses,) = trained
     speed = args.iterations * ids.numel() / (time.perf_counter() - begin)
     run.print0(f"losses: {', '.join(f'{loss:.4f}' for loss in losses)}")
     run.print0(f"tokens_per_second={speed:.0f}, max_mem={max(peaks) / 1e9:.2f}gb of a rank")
     run.results |= {"tokens_per_second": speed, "peak_bytes": peaks}
-    refuse_if_endless(losses, args.lr)
+    harness.refuse_if_endless(losses, args.lr)
     references = run.references(run.load_reference())
     with torch.no_grad():  # of which rank 0 has memory for the forward, without a limit
         expected = run.expect(partial(losses_by_sequence, ids, labels), references)[0]
     means = [mean_loss(of, labels) for of in expected]
-    run.check("loss of the first iteration", [(losses[0], *means)], own=error_of_mean(*expected))
+    run.check(
+        "loss of the first iteration",
+        [(losses[0], *means)],
+        own=harness.error_of_mean(*expected),
+    )
 
 
 def losses_by_sequence(ids, labels, model):
@@ -208,20 +232,20 @@ def losses_by_sequence(ids, labels, model):
 
 def profile(run, mesh, args):
     """What tensors hold over a step: one process, TP with whole logits, and with split ones."""
-    ids, _, _ = make_batch(run, args.batch_size, args.seq_len)
+    ids, _, _ = harness.make_batch(run, args.batch_size, args.seq_len)
     V, memory, size = run.source.config.vocab_size, {}, f"{args.batch_size} x {args.seq_len} tokens"
     first, stop = shard_range(V, run.world_size, run.rank)
     bound = 1e-2 if run.dtype == torch.bfloat16 else 1e-5  # Hugging Face's loss is in float32
     for name, columns in ("one process", V), ("TP", V), ("TP + loss parallel", stop - first):
         split, mine = SPLITS.get(name, [None])[0], None
-        trace = trace_of(args.trace, name) if args.trace and run.rank == 0 else None
+        trace = harness.trace_of(args.trace, name) if args.trace and run.rank == 0 else None
         if split or run.rank == 0:
             model = run.load_model(split and partial(split, mesh=mesh))
             if split:
                 check_split(run, name, model)
-            mine, recorded = record_step(model, ids, columns)
+            mine, recorded = harness.record_step(model, ids, columns)
             del model
-        run.together(partial(write_trace, recorded, trace) if trace else lambda: None)
+        run.together(partial(harness.write_trace, recorded, trace) if trace else lambda: None)
         memory[name] = [one for one in run.gather_objects(mine) if one]
         if split:
             losses = mine["loss"], memory["one process"][0]["loss"]
@@ -229,14 +253,18 @@ def profile(run, mesh, args):
             run.check(f"{name}: loss", [(loss, expected)], tolerance=bound * expected.item())
         most = max(memory[name], key=lambda one: one["peak"])
         weights, peak = (f"{most[key] / 2**20:.1f}" for key in ("weights", "peak"))
-        parts = ", ".join(f"{most[part] / 2**20:.1f} {part}" for part in PARTS)
-        run.print0(f"memory, MiB, {name}: weights {weights}; at the peak of a step of {size} "
-                   f"{peak} more: {parts}")  # fmt: skip
+        parts = ", ".join(f"{most[part] / 2**20:.1f} {part}" for part in harness.PARTS_OF_PEAK)
+        run.print0(
+            f"memory, MiB, {name}: weights {weights}; at the peak of a step of {size} "
+            f"{peak} more: {parts}"
+        )
         if trace:
             print(f"trace of rank 0, {name}: {trace}", flush=True)
     alone, whole, split = (max(of["peak"] for of in one) for one in memory.values())
-    run.print0(f"peak beyond the weights, of one process's: TP {whole / alone:.0%}, TP + loss "
-               f"parallel {split / alone:.0%}, which is {split / whole:.0%} of TP's")  # fmt: skip
+    run.print0(
+        f"peak beyond the weights, of one process's: TP {whole / alone:.0%}, TP + loss "
+        f"parallel {split / alone:.0%}, which is {split / whole:.0%} of TP's"
+    )
     sizes = {"batch_size": args.batch_size, "seq_len": args.seq_len, "tokens": ids.numel()}
     run.results["memory"] = memory | sizes | {"vocab_size": V}
 

@@ -40,13 +40,14 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
+import harness
 import ring_attention
 import ulysses_forward
 from ring_attention import Ring, RingLlama, ring_parallelize
 from tp_llama import tensor_parallelize
 from ulysses_forward import numbers, sequence_parallelize, to_heads, to_tokens
 from utils.collectives import (
-    SharedLinear,
+    SHARED_MEMORY,
     all_gather,
     all_reduce,
     gather_shares,
@@ -54,11 +55,10 @@ from utils.collectives import (
     subgroup,
 )
 from utils.errors import UserError
-from utils.flags import Workload, add_model_flags, make_parser, positive
-from utils.job import start
-from utils.sequence_checks import show_sequence
-from utils.shards import become, held, shard_heads, shard_range, share_heads, sides_of
-from utils.shared_group import NAME
+from utils.llama import held
+from utils.partition import shard_heads, shard_range, sides_of
+from utils.sequence import become, share_heads
+from utils.shards import SharedLinear
 
 # ---------------------------------------------------------------- the technique: Megatron's tokens
 
@@ -243,8 +243,10 @@ def combine(model, mesh, sequence="ulysses", megatron_sp=False, ulysses=1, zigza
     tp, sp, N = mesh["tp"], mesh["sp"], model.config.num_attention_heads
     exchange = {"ulysses": sp.size(), "ring": 1, "usp": ulysses}[sequence]
     if exchange > (heads := fewest_heads(model.config, tp.size())):
-        raise UserError(f"{heads} query heads of a rank ({N} over tp {tp.size()}) for {exchange} "
-                        "ranks that exchange heads: fewer of these, or a ring")  # fmt: skip
+        raise UserError(
+            f"{heads} query heads of a rank ({N} over tp {tp.size()}) for {exchange} "
+            "ranks that exchange heads: fewer of these, or a ring"
+        )
     if sp.size() % exchange:
         raise UserError(f"--ulysses {ulysses}: does not divide --sp {sp.size()}")
     tensor_parallelize(model, tp, pair=BY_TOKENS if megatron_sp else None)
@@ -290,17 +292,29 @@ def formula(model, B, S, mesh, sequence, megatron_sp):
 
 
 def main():
-    parser = add_model_flags(make_parser(__doc__))
+    parser = harness.add_model_flags(harness.make_parser(__doc__))
     add = parser.add_argument
-    add("--sp", type=positive, help="rows of the mesh; default the ranks / tp")
-    add("--tp", type=positive, help="columns; default the ranks / sp, or 2 of an even number, if "
-        "there are heads enough, else more")  # fmt: skip
-    add("--sequence", choices=["ulysses", "ring", "usp"], default="ulysses", help="how attention "
-        "sees all tokens; default ulysses")  # fmt: skip
-    add("--ulysses", type=positive, help="of usp: neighbours that exchange heads, which divide sp; "
-        "default by KV heads and machines")  # fmt: skip
+    add("--sp", type=harness.positive, help="rows of the mesh; default the ranks / tp")
+    add(
+        "--tp",
+        type=harness.positive,
+        help="columns; default the ranks / sp, or 2 of an even number, if "
+        "there are heads enough, else more",
+    )
+    add(
+        "--sequence",
+        choices=["ulysses", "ring", "usp"],
+        default="ulysses",
+        help="how attention sees all tokens; default ulysses",
+    )
+    add(
+        "--ulysses",
+        type=harness.positive,
+        help="of usp: neighbours that exchange heads, which divide sp; "
+        "default by KV heads and machines",
+    )
     add("--megatron-sp", action="store_true", help="along tp, split norms by tokens; default no")
-    start(parser.parse_args(), show)
+    harness.start(parser.parse_args(), show)
 
 
 def default_tp(config, ranks, sequence):
@@ -330,13 +344,16 @@ def show(run, args):
         keys = max(1, config.num_key_value_heads // tp)
         machine = int(os.environ.get("LOCAL_WORLD_SIZE", run.world_size)) // tp
         u = args.ulysses or neighbours(sp, keys, machine)
-        run.print0(f"sequence: {u} neighbours exchange heads, in rings of {sp // u} (sp {sp}, "
-                   f"{keys} KV heads of a rank, {machine} of these on a machine)"
-                   f"{': plain Ulysses' * (u == sp)}")  # fmt: skip
+        run.print0(
+            f"sequence: {u} neighbours exchange heads, in rings of {sp // u} (sp {sp}, "
+            f"{keys} KV heads of a rank, {machine} of these on a machine)"
+            f"{': plain Ulysses' * (u == sp)}"
+        )
     elif args.ulysses:
         raise UserError(f"--ulysses: not with --sequence {args.sequence}")
-    parallelize = partial(combine, mesh=mesh, sequence=args.sequence,
-                          megatron_sp=args.megatron_sp, ulysses=u)  # fmt: skip
+    parallelize = partial(
+        combine, mesh=mesh, sequence=args.sequence, megatron_sp=args.megatron_sp, ulysses=u
+    )
 
     def bytes_of(model, B, S):
         mine = formula(model, B, S, mesh, args.sequence, args.megatron_sp)
@@ -347,9 +364,18 @@ def show(run, args):
         return mine.view(tp, -1)[mesh["tp"].get_local_rank()] if args.megatron_sp else mine
 
     # Of more than two ranks, sums of few bytes by gloo, or in half precision, are other messages.
-    exact = tp <= 2 or dist.get_backend(mesh["tp"].get_group()) == NAME
+    exact = tp <= 2 or dist.get_backend(mesh["tp"].get_group()) == SHARED_MEMORY
     whole = "norm" if tp > 1 else ""
-    show_sequence(run, Workload.of(args), mesh["sp"], parallelize, bytes_of, held, (whole,), exact)
+    harness.show_sequence(
+        run,
+        harness.Workload.of(args),
+        mesh["sp"],
+        parallelize,
+        bytes_of,
+        held,
+        (whole,),
+        exact,
+    )
 
 
 if __name__ == "__main__":

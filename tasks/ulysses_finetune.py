@@ -40,44 +40,32 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from memory.finetune import (
-    adapter_config,
-    add_memory_flags,
-    each_alone,
-    identity,
-    load,
-    possible_techniques,
-    read_text,
-    report,
-    save_result,
-    techniques_of,
-    warm_up,
-    within_budget,
-)
+import checkpoints
+import harness
+import loading
 from memory.long_sequence import sequence_loss
 from ring_attention import ring_parallelize
-from ulysses_forward import documents_of, sequence_parallelize, sum_of_losses
-from utils.checkpoint import Checkpoints
-from utils.collectives import all_gather, new_gradients, sum_gradients
-from utils.documents import one_by_one
+from ulysses_forward import sequence_parallelize
+from utils.collectives import all_gather
 from utils.errors import UserError
-from utils.flags import make_parser, natural, positive, rate
-from utils.job import start
-from utils.measure import peak_memory
-from utils.training_checks import (
-    base_of,
-    check_again,
-    check_replicas,
-    check_training,
-    make_optimizer,
-    trained,
-)
-from utils.watchdog import catch_signals
+from utils.gradients import new_gradients, sum_gradients
+from utils.sequence import documents_of, sum_of_losses
 
 LR = {"prompt": 1e-3, "lora": 1e-3, "none": 1e-4}
 # Flags that must be the same where a checkpoint is continued.
-SAME = ("peft", "attention", "num_virtual_tokens", "lora_rank", "seq_len", "pack",
-        "batch_size", "num_sequences", "lr", "dtype", "seed")  # fmt: skip
+SAME = (
+    "peft",
+    "attention",
+    "num_virtual_tokens",
+    "lora_rank",
+    "seq_len",
+    "pack",
+    "batch_size",
+    "num_sequences",
+    "lr",
+    "dtype",
+    "seed",
+)
 
 # ---------------------------------------------------------------- the technique
 
@@ -101,7 +89,7 @@ def shard_loss(model, ids, mesh, techniques=None):
     targets         (B, n + S)          (B, (n+S)/P)        virtual tokens are none; shifted once
     logits                              (B, (n+S)/P, V)     or a few tokens', with techniques
     """
-    base, prompt = base_of(model), virtual_tokens(model, len(ids))
+    base, prompt = harness.base_of(model), virtual_tokens(model, len(ids))
     n, embed = prompt.shape[1], base.get_input_embeddings()
     if ids.dim() == 3:
         ids, places = ids.unbind(1)
@@ -139,7 +127,7 @@ def forward_backward(model, ids, mesh, techniques=None, norms=None):
     Several microbatches before an optimizer step add up: each call sums its own gradients alone.
     norms: a list that gets the norm of each gradient before the sum, of this rank's tokens alone.
     """
-    parameters = trained(model).values()
+    parameters = harness.trained(model).values()
     loss = shard_loss(model, ids, mesh, techniques)
     with new_gradients(parameters):
         loss.backward()
@@ -158,8 +146,10 @@ def virtual_tokens(model, batch_size):
     enabled = getattr(model.forward, "__self__", model) is model  # not under `disable_adapter`
     if config and config.is_prompt_learning and enabled:
         if (kind := config.peft_type) not in ("PROMPT_TUNING", "P_TUNING"):
-            raise ValueError(f"{kind.value}: of PEFT's prompts only PROMPT_TUNING and P_TUNING are "
-                             "virtual tokens of this loss")  # fmt: skip
+            raise ValueError(
+                f"{kind.value}: of PEFT's prompts only PROMPT_TUNING and P_TUNING are "
+                "virtual tokens of this loss"
+            )
         return model.get_prompt(batch_size)
     return torch.empty(batch_size, 0, model.config.hidden_size, device=model.device)
 
@@ -171,14 +161,19 @@ def train(run, model, optimizer, forward_backward, batches, losses, steps, save)
     to stop reaches all ranks at the same step. Returns the seconds of the steps, and whether there
     was such a signal.
     """
-    parameters, stopped, seconds, interrupted = trained(model), catch_signals(), [], False
+    parameters, stopped, seconds, interrupted = (
+        harness.trained(model),
+        harness.catch_signals(),
+        [],
+        False,
+    )
     bar = tqdm(total=steps, initial=len(losses), disable=run.rank > 0 or None, unit="step")
     while len(losses) < steps and not interrupted:
         i, begin, norms = len(losses), time.perf_counter(), []
         optimizer.zero_grad()
         loss = forward_backward(model, batches(i), norms=norms)
         mine = torch.stack([x.double() for x in (loss, loss.new_tensor(len(stopped)), *norms)])
-        parts, stops, *norms = all_gather(mine, base_of(model).get_group()).T.tolist()
+        parts, stops, *norms = all_gather(mine, harness.base_of(model).get_group()).T.tolist()
         refuse_nan(i, "the loss", parts)
         for name, of_ranks in zip(parameters, norms, strict=True):
             refuse_nan(i, f"the gradient of {name}", of_ranks)
@@ -199,42 +194,93 @@ def refuse_nan(i, what, values):
     """values: each rank's. All ranks have the same, so all stop here, before the optimizer."""
     for rank, value in enumerate(values):
         if not math.isfinite(value):
-            raise UserError(f"step {i}: {what} is {value} on rank {rank}; stopped before the "
-                            "optimizer. A smaller --lr may help")  # fmt: skip
+            raise UserError(
+                f"step {i}: {what} is {value} on rank {rank}; stopped before the "
+                "optimizer. A smaller --lr may help"
+            )
 
 
 # ---------------------------------------------------------------- what is shown with it
 
 
 def main():
-    parser = make_parser(__doc__)
+    parser = harness.make_parser(__doc__)
     add = parser.add_argument
-    add("--peft", choices=LR, default="prompt", help="what is trained: a virtual prompt, LoRA of "
-        "the attention's projections, or (none) all weights; default prompt")  # fmt: skip
-    add("--attention", choices=["ulysses", "ring"], default="ulysses", help="Task 4's, or that of "
-        "ring_attention.py, zigzag; default ulysses")  # fmt: skip
-    add("--num-virtual-tokens", type=positive, default=32, help="of --peft prompt; default 32")
-    add("--lora-rank", type=positive, default=8, help="of --peft lora; default 8")
-    add("--text", help="a UTF-8 file or a URL; default: Ulysses from Project Gutenberg, or for "
-        "tiny, smollm2 and random/ models the project's own stories")  # fmt: skip
-    add("--seq-len", type=positive, default=128, help="tokens of text a sequence; default 128")
-    add("--pack", action="store_true", help="fill sequences with whole documents, stories or a "
-        "text's paragraphs, each as if alone; default no: cut the text")  # fmt: skip
-    add("--batch-size", type=positive, default=1, help="sequences a step; default 1")
-    add("--num-sequences", type=positive, help="to cut from the start of the text, which steps "
-        "take in turn; default the batch size: every step has the same")  # fmt: skip
-    add("--steps", type=positive, default=10, help="of Adam; default 10")
-    add("--lr", type=rate, help="Adam's learning rate; default "
-        + ", ".join(f"{lr:g} ({peft})" for peft, lr in LR.items()))  # fmt: skip
-    add("--gradient-checkpointing", action="store_true", help="Task 4's own forward, and Hugging "
-        "Face's recomputation of layers; default no")  # fmt: skip
-    add_memory_flags(parser)
-    add("--check-steps", type=natural, default=3, help="steps to compare with a single-rank run; "
-        "0 saves its time and memory; default 3")  # fmt: skip
+    add(
+        "--peft",
+        choices=LR,
+        default="prompt",
+        help="what is trained: a virtual prompt, LoRA of "
+        "the attention's projections, or (none) all weights; default prompt",
+    )
+    add(
+        "--attention",
+        choices=["ulysses", "ring"],
+        default="ulysses",
+        help="Task 4's, or that of ring_attention.py, zigzag; default ulysses",
+    )
+    add(
+        "--num-virtual-tokens",
+        type=harness.positive,
+        default=32,
+        help="of --peft prompt; default 32",
+    )
+    add("--lora-rank", type=harness.positive, default=8, help="of --peft lora; default 8")
+    add(
+        "--text",
+        help="a UTF-8 file or a URL; default: Ulysses from Project Gutenberg, or for "
+        "tiny, smollm2 and random/ models the project's own stories",
+    )
+    add(
+        "--seq-len",
+        type=harness.positive,
+        default=128,
+        help="tokens of text a sequence; default 128",
+    )
+    add(
+        "--pack",
+        action="store_true",
+        help="fill sequences with whole documents, stories or a "
+        "text's paragraphs, each as if alone; default no: cut the text",
+    )
+    add("--batch-size", type=harness.positive, default=1, help="sequences a step; default 1")
+    add(
+        "--num-sequences",
+        type=harness.positive,
+        help="to cut from the start of the text, which steps "
+        "take in turn; default the batch size: every step has the same",
+    )
+    add("--steps", type=harness.positive, default=10, help="of Adam; default 10")
+    add(
+        "--lr",
+        type=harness.rate,
+        help="Adam's learning rate; default "
+        + ", ".join(f"{lr:g} ({peft})" for peft, lr in LR.items()),
+    )
+    add(
+        "--gradient-checkpointing",
+        action="store_true",
+        help="Task 4's own forward, and Hugging Face's recomputation of layers; default no",
+    )
+    harness.add_memory_flags(parser)
+    add(
+        "--check-steps",
+        type=harness.natural,
+        default=3,
+        help="steps to compare with a single-rank run; 0 saves its time and memory; default 3",
+    )
     add("--output-dir", type=Path, help="for the result and the checkpoints; default none")
-    add("--save-every", type=positive, default=10, help="steps between checkpoints; default 10")
-    add("--resume", action="store_true", help="go on from the newest checkpoint in --output-dir; "
-        "default no")  # fmt: skip
+    add(
+        "--save-every",
+        type=harness.positive,
+        default=10,
+        help="steps between checkpoints; default 10",
+    )
+    add(
+        "--resume",
+        action="store_true",
+        help="go on from the newest checkpoint in --output-dir; default no",
+    )
     args = parser.parse_args()
     args.lr = args.lr or LR[args.peft]
     args.num_sequences = args.num_sequences or args.batch_size
@@ -242,14 +288,14 @@ def main():
         parser.error("--selective-checkpoint and --gradient-checkpointing exclude each other")
     if args.resume and args.output_dir is None:
         parser.error("--resume needs --output-dir")
-    start(args, finetune)
+    harness.start(args, finetune)
 
 
 def finetune(run, args):
     """All that the script does."""
     run.mark, result = "S", "model" if args.peft == "none" else "adapter"
-    checkpoints = Checkpoints(run, args.output_dir, result, args.resume)
-    rows, documents, positions = read_text(run, args)
+    store = checkpoints.Checkpoints(run, args.output_dir, result, args.resume)
+    rows, documents, positions = harness.read_text(run, args)
 
     def turn(i):
         return [(i * args.batch_size + j) % len(rows) for j in range(args.batch_size)]
@@ -257,37 +303,48 @@ def finetune(run, args):
     def batches(i):
         return rows[turn(i)]
 
-    adapter = adapter_config(args.peft, args.num_virtual_tokens, args.lora_rank)
-    load_model = partial(load, run, adapter, checkpointing=args.gradient_checkpointing)
+    adapter = harness.adapter_config(args.peft, args.num_virtual_tokens, args.lora_rank)
+    load_model = partial(
+        harness.load_adapted, run, adapter, checkpointing=args.gradient_checkpointing
+    )
     mesh = run.mesh("sp")
     split = ring_parallelize if args.attention == "ring" else sequence_parallelize
     model = run.together(lambda: load_model(partial(split, mesh=mesh)))
-    parameters, total = trained(model), sum(p.numel() for p in model.parameters())
+    parameters, total = (
+        harness.trained(model),
+        sum(p.numel() for p in model.parameters()),
+    )
     count = sum(p.numel() for p in parameters.values())
     run.print0(f"Parameters: {count} trainable / {total} total")
-    check_replicas(run, parameters, "before")
+    harness.check_replicas(run, parameters, "before")
     same = {f"--{name.replace('_', '-')}": getattr(args, name) for name in SAME}
-    checkpoints.find(identity(same, run.source.config, base_of(model), rows))
-    if techniques := techniques_of(args, run.device):
-        techniques = possible_techniques(run, model, techniques)
+    store.find(
+        harness.identity_of_finetuning(same, run.source.config, harness.base_of(model), rows)
+    )
+    if techniques := harness.techniques_of(args, run.device):
+        techniques = harness.possible_techniques(run, model, techniques)
     compute, checked = partial(forward_backward, mesh=mesh, techniques=techniques), None
     if args.check_steps:
         reference = load_model() if run.rank == 0 else None
         recomputes = None if techniques else 2 if args.gradient_checkpointing else 1
-        first = [(batches(i), one_by_one([documents[row] for row in turn(i)], run.device))
-                 for i in range(min(args.check_steps, args.steps))]  # fmt: skip
-        alone = each_alone(run, model)
-        checked = check_training(run, model, reference, compute, first, args.lr, recomputes, alone)
+        first = [
+            (batches(i), loading.one_by_one([documents[row] for row in turn(i)], run.device))
+            for i in range(min(args.check_steps, args.steps))
+        ]
+        alone = harness.each_alone(run, model)
+        checked = harness.check_training(
+            run, model, reference, compute, first, args.lr, recomputes, alone
+        )
         del reference
 
-    optimizer = make_optimizer(model, args.lr)
-    losses = checkpoints.resume(parameters, optimizer)
+    optimizer = harness.make_optimizer(model, args.lr)
+    losses = store.resume(parameters, optimizer)
     if len(losses) > args.steps:
         run.print0(f"note: that is more than --steps {args.steps}: nothing is left to train")
 
     def save(now):
         if now or len(losses) % args.save_every == 0:
-            checkpoints.save(parameters, optimizer, losses)
+            store.save(parameters, optimizer, losses)
 
     def training():
         seconds, interrupted = train(
@@ -295,19 +352,23 @@ def finetune(run, args):
         )
         run.results["step_s"] = seconds
         if interrupted:
-            checkpoints.interrupt(len(losses))
+            store.interrupt(len(losses))
 
     limited = args.memory_budget or run.device.type == "cuda"
-    idle = peak_memory(run, lambda: limited and warm_up(run, model, compute))
-    within = partial(within_budget, run, args.memory_budget, (args.batch_size, positions))
-    peaks = peak_memory(run, lambda: within(training))
-    run.results |= {"losses": losses, "sha256": check_replicas(run, parameters, "after"),
-                    "idle_memory_bytes": idle, "peak_memory_bytes": peaks}  # fmt: skip
+    idle = harness.peak_memory(run, lambda: limited and harness.warm_up(run, model, compute))
+    within = partial(harness.within_budget, run, args.memory_budget, (args.batch_size, positions))
+    peaks = harness.peak_memory(run, lambda: within(training))
+    run.results |= {
+        "losses": losses,
+        "sha256": harness.check_replicas(run, parameters, "after"),
+        "idle_memory_bytes": idle,
+        "peak_memory_bytes": peaks,
+    }
     if checked is not None:
-        check_again(run, losses, checked, args.deterministic)
-    report(run, args.batch_size * positions)
+        harness.check_again(run, losses, checked, args.deterministic)
+    harness.report_training(run, args.batch_size * positions)
     if args.output_dir:
-        run.together(lambda: save_result(run, model, checkpoints))
+        run.together(lambda: harness.save_result(run, model, store))
 
 
 if __name__ == "__main__":

@@ -22,23 +22,18 @@ a single-rank run of the unmodified model (batch of 2, left padding), continues 
 bytes on the wire, and measures time and memory of both.
 """
 
-import copy
 from functools import partial
 from itertools import permutations
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
-from transformers import LlamaForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from utils.collectives import gather_shares, group_of_axis, sum_over_ranks
-from utils.flags import Workload, add_model_flags, make_parser
-from utils.job import start
-from utils.losses import cross_entropy
-from utils.sequence_checks import show_sequence
-from utils.shards import become, check_ids, next_tokens, refuse, shard_range, share_heads
+import harness
+from utils.collectives import group_of_axis
+from utils.partition import shard_range
+from utils.sequence import SequenceParallelLlama, become, share_heads
 
 # ---------------------------------------------------------------- the technique
 
@@ -87,11 +82,6 @@ def ulysses_attention(module, query, key, value, attention_mask, **kwargs):
         mask = attention_mask if attention_mask.shape[2] > 1 else None  # None: causal
         output, _ = attend(query, key, value, attention_mask=mask)  # (B, S, n, D)
     return to_tokens(output, *share), None
-
-
-def documents_of(position_ids):
-    """The number of each token's document, (B, S), of several in a row: where positions jump."""
-    return (position_ids.diff(prepend=position_ids[:, :1] - 1) != 1).cumsum(1)
 
 
 def by_documents(attend, query, key, value, documents):
@@ -143,125 +133,6 @@ def to_tokens(output, group, heads, S):
     return torch.cat(pieces, dim=2).transpose(0, 1)
 
 
-def sequence_mask(length, attention_mask=None, device=None):
-    """Of the whole sequence: which tokens a token may look at. It goes beside a rank's own tokens.
-
-    attention_mask: (B, S), 0 where a token is padding. Returns (B, 1, S, S), True where a token may
-    look; or, where nothing is padded, (1, 1, 1, S): one row for all, and the attention is causal.
-
-    Its last dim also tells `ulysses_attention` the length S. Hugging Face hands a mask of four dims
-    as it is to every layer, also when it recomputes one in the backward; other arguments not in all
-    versions, and an attribute could by then be that of another forward.
-    """
-    if attention_mask is None or attention_mask.all():
-        return torch.ones(1, 1, 1, length, dtype=torch.bool, device=device)
-    causal = torch.ones(length, length, dtype=torch.bool, device=attention_mask.device).tril()
-    seen = causal & attention_mask.bool()[:, None, None]
-    # What would see nothing, left padding, sees itself: else it might become NaN. (Hugging Face
-    # lets it see all or nothing, by version; no other token sees what comes of it.)
-    itself = torch.eye(length, dtype=torch.bool, device=attention_mask.device)
-    return seen | (itself & ~seen.any(-1, keepdim=True))
-
-
-def sum_of_losses(logits, targets):
-    """Sum over tokens of the cross-entropy; -100: no loss. (B, S, V), (B, S) -> a scalar.
-
-    At least float32. Zero, with a gradient of zeros, where a rank has no valid label at all: it
-    must still take part in the collectives of the backward.
-    """
-    return cross_entropy(logits, targets).sum()
-
-
-class SequenceParallelLlama(LlamaForCausalLM):
-    """Takes whole sequences, works on this rank's tokens, and gives what the whole model gives."""
-
-    def forward(
-        self, input_ids=None, attention_mask=None, position_ids=None, cache=None,
-        inputs_embeds=None, labels=None, use_cache=None, cache_position=None,
-        num_items_in_batch=None, return_dict=None, **kwargs,
-    ):  # fmt: skip
-        """As LlamaForCausalLM's, without a KV cache. All ranks are given the same, (B, S, ...).
-
-        Without attention_mask, position_ids that jump are those of packed documents, as in
-        transformers 5 with use_cache=False: tokens attend inside their own. Labels at their borders
-        are the caller's.
-
-        Logits come out whole, gathered from the ranks, unless `labels` are given: then
-        `output.logits` is this rank's (B, S/P, V), and the loss, a sum over all ranks' tokens
-        divided by the number of all valid labels, is the same on every rank. Backward, each rank
-        keeps the gradient of its own tokens' part of either, so nothing is counted P times.
-        Hidden states that are asked for are this rank's.
-
-        Raises ValueError for what depends on more than a rank's tokens: some arguments, and some of
-        PEFT's adapters (`check_by_token`).
-        """
-        refuse(kwargs, "logits_to_keep", "num_logits_to_keep", "output_attentions", "shift_labels")
-        if kwargs.pop("ignore_index", None) not in (None, -100):
-            raise ValueError("ignore_index: only -100 under sequence parallelism")
-        if cache is not None or kwargs.pop("past_key_values", None) is not None:
-            # One thing: transformers calls it `cache` from 5.24 on.
-            raise ValueError("cache, past_key_values: no KV cache under sequence parallelism")
-        if attention_mask is not None and attention_mask.dim() != 2:
-            raise ValueError("attention_mask must be (B, S)")
-        ids = input_ids if inputs_embeds is None else inputs_embeds
-        if inputs_embeds is None:
-            check_ids(ids, self.config.vocab_size)  # on all ranks, so that all raise
-        if labels is not None:
-            targets = next_tokens(labels, ids.shape[:2], self.config.vocab_size)
-        S = ids.shape[1]
-        length = self.padded(S)
-        tokens = self.tokens(length)
-
-        def mine(x, value=0):
-            if x is None:
-                return None
-            return F.pad(x, (0, 0) * (x.dim() - 2) + (0, length - S), value=value)[:, tokens]
-
-        if attention_mask is not None:
-            attention_mask = F.pad(attention_mask, (0, length - S), value=1)
-        seen = self.seen(length, attention_mask, ids.device)
-        if position_ids is None:
-            position_ids = torch.arange(S, device=ids.device)[None]
-        elif attention_mask is None and (position_ids.diff() != 1).any():
-            padded = F.pad(position_ids, (0, length - S)).expand(len(ids), -1)
-            seen = documents_of(padded)[:, None, None]
-        output = super().forward(
-            mine(input_ids), seen, mine(position_ids),
-            inputs_embeds=mine(inputs_embeds), use_cache=False, return_dict=True, **kwargs,
-        )  # fmt: skip
-        if labels is None:
-            output.logits = self.whole(output.logits, length)[:, :S]
-        else:
-            # The labels were shifted before they are split: the next may be another rank's.
-            loss = self.sum_of_losses(output.logits, mine(targets, -100))
-            if num_items_in_batch is None:
-                num_items_in_batch = (targets != -100).sum()
-            loss = sum_over_ranks(loss, self.get_group()) / num_items_in_batch
-            output = type(output)(loss=loss, **output)  # the loss first, as in the whole model's
-        return output.to_tuple() if return_dict is False else output
-
-    seen = staticmethod(sequence_mask)  # what attention is told; (length, padding mask, device)
-    sum_of_losses = staticmethod(sum_of_losses)  # a model's own, where its vocabulary is split
-
-    def padded(self, S):
-        """S, or more: each rank needs a token. What is added on the right, nobody sees."""
-        return -(-max(S, self.parts) // self.multiple) * self.multiple
-
-    def tokens(self, length):
-        """Which of a sequence's tokens this rank has."""
-        return slice(*shard_range(length, self.get_group().size(), self.get_group().rank()))
-
-    def whole(self, x, length):
-        """(B, length, ...), on all ranks, from each one's tokens."""
-        return gather_shares(x, 1, length, self.get_group())
-
-    def save_pretrained(self, *args, **kwargs):
-        """The whole model, as it was before: each rank has all weights."""
-        whole = copy.copy(self)
-        whole.__class__, (whole.config, whole.generation_config) = LlamaForCausalLM, self.before
-        return whole.save_pretrained(*args, **kwargs)
-
-
 def sequence_parallelize(model, mesh):
     """Make a LlamaForCausalLM sequence-parallel in place, over the ranks of `mesh`, of one axis.
 
@@ -303,14 +174,14 @@ def formula(model, B, S, group=None):
 
 
 def main():
-    start(add_model_flags(make_parser(__doc__)).parse_args(), show)
+    harness.start(harness.add_model_flags(harness.make_parser(__doc__)).parse_args(), show)
 
 
 def show(run, args):
     """All checks of the model, its text, bytes, time and memory."""
     mesh = run.mesh("sp")
     parallelize = partial(sequence_parallelize, mesh=mesh)
-    show_sequence(run, Workload.of(args), mesh, parallelize, formula)
+    harness.show_sequence(run, harness.Workload.of(args), mesh, parallelize, formula)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ PRELOADED = [
 ]  # fmt: skip
 TOUCHED = "an import has started CUDA: no rank could use it"
 GRACE_S = 0.2  # in which the other ranks tell their part, once one has failed
-STACKS_S = 1.0  # in which ranks that took too long print where they stand (see `utils.job`)
+STACKS_S = 1.0  # in which ranks that took too long print where they stand (see `harness.job`)
 
 
 def main():

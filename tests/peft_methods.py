@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from dtensor_llama import dtensor_parallelize
+from harness.float64 import compute_in_float64
 from memory.long_sequence import Techniques, possible
 from ring_attention import ring_parallelize
 from tp_llama import tensor_parallelize
@@ -30,8 +31,7 @@ from tp_ulysses import combine
 from ulysses_finetune import shard_loss
 from ulysses_forward import sequence_parallelize
 from utils import adapters
-from utils.collectives import sum_gradients
-from utils.float64 import compute_in_float64
+from utils.gradients import sum_gradients
 
 CAUSAL = dict(task_type="CAUSAL_LM")
 LINEAR = CAUSAL | dict(target_modules=["q_proj", "v_proj", "o_proj", "down_proj"])

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import launch
-from utils.environment import Sharing, count_gpus, share_gpus
+from harness.environment import Sharing, count_gpus, share_gpus
 
 GPUS = ",".join(map(str, range(torch.cuda.device_count())))
 ON_GPUS = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", GPUS)}

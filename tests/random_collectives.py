@@ -19,8 +19,9 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tasks"))
-from utils import shared_group, shared_memory
-from utils.shared_group import NAME
+from shared_memory import group as shared_group
+from shared_memory import slots as shared_memory
+from shared_memory.group import NAME
 
 SLOT = shared_memory.SLOT = shared_group.SLOT = 2**16  # smaller, so that more are in pieces
 

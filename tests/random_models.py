@@ -25,13 +25,14 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 sys.path.insert(0, sys.argv[1])
+from harness.float64 import compute_in_float64
+from loading.models import TRANSFORMERS_4, Source
 from tp_llama import tensor_parallelize
 from ulysses_forward import sequence_parallelize
-from utils.collectives import sum_gradients
 from utils.errors import UserError
-from utils.float64 import compute_in_float64
-from utils.models import TRANSFORMERS_4, Source
-from utils.shards import rope_of, shard_of
+from utils.gradients import sum_gradients
+from utils.llama import rope_of
+from utils.shards import shard_of
 
 CPU = torch.device("cpu")  # behind the imports above: those below put other folders first
 

@@ -10,9 +10,9 @@ from safetensors.torch import load_file, save_file
 
 import launch
 from conftest import make_llama
-from utils import flags
+from harness import flags
+from loading.models import Source, download
 from utils.errors import UserError, one_line
-from utils.models import Source, download
 
 
 def change_config(directory, **changes):
@@ -305,7 +305,7 @@ def test_no_such_rank(tmp_path):
 
 def test_closed_directory(monkeypatch):
     """What the system refuses is one line, too. (Tests may run as root, whom nothing stops.)"""
-    from utils.job import Run
+    from harness.job import Run
 
     def closed():
         raise PermissionError(13, "Permission denied", "/home/x/llama")

@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 
 import launch
 from data_parallel import STRATEGIES, DataPartitioner, Partition, partition_dataset
+from harness import processes
+from loading.batches import pad
 from test_readme import same
-from utils import processes
-from utils.batches import pad
 
 FILE = launch.TASKS / "data_parallel.py"
 

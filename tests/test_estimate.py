@@ -12,11 +12,11 @@ sys.path.append(str(launch.ROOT / "figures"))
 
 from estimate_check import BUILD
 from formulas import Work
+from harness.model_checks import number_of_parameters
+from loading.models import Source
+from loading.presets import PRESETS
 from techniques import TECHNIQUES, TILED, estimates
 from utils.errors import UserError
-from utils.model_checks import number_of_parameters
-from utils.models import Source
-from utils.presets import PRESETS
 
 FILES = launch.ROOT / "figures"
 SMALL = ["--model", "random/small", "--num-layers", 4]

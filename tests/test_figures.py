@@ -30,9 +30,9 @@ import worker_speed
 from draw_diagrams import TITLES, Diagram
 from draw_mesh_diagrams import MeshPicture
 from draw_ring import RingPicture
+from harness.flags import make_parser
+from harness.tolerance import LIMITS
 from utils.errors import UserError
-from utils.flags import make_parser
-from utils.tolerance import LIMITS
 
 TECHNIQUES = ["hand-made", "DTensor"]
 if importlib.util.find_spec("transformers.distributed"):  # not in the course's version

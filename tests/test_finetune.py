@@ -19,13 +19,13 @@ import torch
 from safetensors.torch import load_file
 
 import launch
-import utils.text
+import loading.text
+from checkpoints import checkpoint
+from loading.documents import fill, one_by_one, pack
+from loading.models import TINY
 from places import CPU, NCCL, PLACES
 from test_planted_bugs import paragraphs, plant
-from utils import checkpoint
-from utils.documents import fill, one_by_one, pack
 from utils.errors import UserError
-from utils.models import TINY
 
 STRESS = pytest.mark.stress
 SCRIPT = launch.TASKS / "ulysses_finetune.py"
@@ -168,7 +168,7 @@ def test_plain_peft_opens_what_was_saved(peft, tmp_path):
     saved = load_file(next(out.glob("*/*model.safetensors")))
     pairs = zip(sorted(kept.items()), sorted(saved.items()), strict=True)
     assert all(torch.equal(ours, theirs) for (_, ours), (_, theirs) in pairs)
-    text = utils.text.own_text(128, 1337)[1]
+    text = loading.text.own_text(128, 1337)[1]
     from transformers import PreTrainedTokenizerFast
 
     ids = PreTrainedTokenizerFast.from_pretrained(TINY)(text)["input_ids"][:128]
@@ -583,7 +583,7 @@ def test_text_as_files_have_it():
     """A byte-order mark, CRLF, NULs and a Gutenberg licence change nothing."""
 
     def read(content):
-        return utils.text.between_marks("x", utils.text.decode(content, "x"))[1]
+        return loading.text.between_marks("x", loading.text.decode(content, "x"))[1]
 
     clean = "Stately, plump Buck Mulligan\n\ncame from the stairhead"
     book = "*** START OF THE PROJECT GUTENBERG EBOOK ULYSSES ***\n" + clean
@@ -592,9 +592,9 @@ def test_text_as_files_have_it():
         assert read(text.encode()) == clean
     assert read((book + book + book).encode()) == "\n\n".join([clean] * 3)
     with pytest.raises(UserError, match="not UTF-8: byte 0xe9 at offset 3"):
-        utils.text.decode("caf\xe9 noir".encode("latin-1"), "x")
+        loading.text.decode("caf\xe9 noir".encode("latin-1"), "x")
     with pytest.raises(UserError, match="UTF-16"):
-        utils.text.decode("text".encode("utf-16"), "x")
+        loading.text.decode("text".encode("utf-16"), "x")
 
 
 def test_text_of_which_some_is_left_out(tmp_path):
@@ -617,7 +617,7 @@ def test_text_of_which_some_is_left_out(tmp_path):
     for name, (content, text, some) in texts.items():
         path = str(tmp_path / f"{name}.txt")
         (tmp_path / f"{name}.txt").write_text(content)
-        said, found = utils.text.find_text(path, None, 1, 0)
+        said, found = loading.text.find_text(path, None, 1, 0)
         assert found == text and said.startswith(path) and ("between" in said) == some
 
 
@@ -646,12 +646,12 @@ def test_fetched_once(tmp_path, monkeypatch):
             raise OSError("no network")
         return open(served, "rb")
 
-    monkeypatch.setattr(utils.text.urllib.request, "urlopen", urlopen)
+    monkeypatch.setattr(loading.text.urllib.request, "urlopen", urlopen)
     source = SimpleNamespace(directory=tmp_path, name="mine")  # not the tiny model's
     for _ in range(2):
-        assert utils.text.find_text("http://x/book.txt", source, 5, 0)[1].startswith("a book")
+        assert loading.text.find_text("http://x/book.txt", source, 5, 0)[1].startswith("a book")
     assert urls == ["http://x/book.txt"]
-    name, text = utils.text.find_text(None, source, 5, 0)
-    assert "out of reach" in name and len(text) >= 100_000 and urls[1] == utils.text.ULYSSES
+    name, text = loading.text.find_text(None, source, 5, 0)
+    assert "out of reach" in name and len(text) >= 100_000 and urls[1] == loading.text.ULYSSES
     with pytest.raises(UserError, match="not fetched"):
-        utils.text.find_text("http://x/other.txt", source, 5, 0)
+        loading.text.find_text("http://x/other.txt", source, 5, 0)

@@ -12,8 +12,8 @@ import torch
 from transformers import LlamaForCausalLM
 
 import launch
+from loading.models import TRANSFORMERS_4
 from test_planted_bugs import plant
-from utils.models import TRANSFORMERS_4
 
 REPLICAS = """
 import sys

@@ -15,12 +15,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LM
 
 import launch
 from conftest import make_llama
+from harness.generation import hf_generate, other_settings, recompute
+from loading.architectures import ALL_FAMILIES, count_parameters
+from loading.models import IGNORED_SETTINGS, TRANSFORMERS_4, Source, as_transformers_4, quiet
+from loading.presets import LLAMA3_ROPE
 from test_bad_input import change_config, change_tensors, shard, without_prefix
 from utils.errors import UserError
-from utils.families import ALL_FAMILIES, count_parameters
-from utils.generation import hf_generate, other_settings, recompute
-from utils.models import IGNORED_SETTINGS, TRANSFORMERS_4, Source, as_transformers_4, quiet
-from utils.presets import LLAMA3_ROPE
 
 CPU = torch.device("cpu")
 FACTORS = {"short_factor": [1.0] * 5, "long_factor": [4.0] * 5}

@@ -19,13 +19,13 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import launch
+from harness.finetune import ALONE
+from harness.float64 import compute_in_float64
+from harness.memory_profile import record_memory
 from memory import saved_outputs
-from memory.finetune import ALONE
 from memory.head_groups import plan_rounds
 from memory.long_sequence import Techniques, possible, sequence_loss
-from utils.float64 import compute_in_float64
 from utils.kernels import cpu_kernel_supports_gqa
-from utils.memory_profile import record_memory
 
 sys.path.append(str(launch.ROOT / "figures"))
 import longest

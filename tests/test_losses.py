@@ -14,10 +14,9 @@ from torch import nn
 
 import tp_llama
 from memory.tiled_loss import TiledLoss
-from ulysses_forward import sum_of_losses
-from utils.losses import cross_entropy
-from utils.model_checks import token_losses
-from utils.shards import shard_range
+from utils.losses import cross_entropy, token_losses
+from utils.partition import shard_range
+from utils.sequence import sum_of_losses
 
 TOKENS, IGNORED = 24, 5
 VOCABULARIES = 53, 1531

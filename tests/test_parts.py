@@ -22,13 +22,14 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 import launch
 import tp_attention
 from conftest import make_llama
-from utils import environment, job, measure
-from utils.checks import covered
-from utils.families import ALL_FAMILIES, DROPOUTS, count_parameters, restore_dropout
-from utils.model_checks import number_of_parameters
-from utils.models import TINY, Source
-from utils.presets import LLAMA3_ROPE, PRESETS
-from utils.shards import keep_shard, shard_heads, shard_of, shard_range
+from harness import environment, job, measure
+from harness.checks import covered
+from harness.model_checks import number_of_parameters
+from loading.architectures import ALL_FAMILIES, DROPOUTS, count_parameters, restore_dropout
+from loading.models import TINY, Source
+from loading.presets import LLAMA3_ROPE, PRESETS
+from utils.partition import shard_heads, shard_range
+from utils.shards import keep_shard, shard_of
 
 CPU = torch.device("cpu")
 

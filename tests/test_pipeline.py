@@ -16,7 +16,9 @@ from torch.utils import backend_registration
 
 import launch
 import pipeline_threads
-from pipeline_llama import clock_cycles, gpipe, keep_stage, one_forward_one_backward
+from loading.architectures import ALL_FAMILIES
+from loading.models import Source
+from pipeline_llama import gpipe, keep_stage, one_forward_one_backward
 from pipeline_threads import (
     ModelParallel,
     Pipe,
@@ -29,9 +31,7 @@ from pipeline_threads import (
 )
 from test_readme import report, same
 from utils.errors import UserError
-from utils.families import ALL_FAMILIES
-from utils.models import Source
-from utils.shards import balance
+from utils.stages import balance, clock_cycles
 
 CPU = [torch.device("cpu", i) for i in range(3)]
 GPT2 = "random/gpt2-small-test"

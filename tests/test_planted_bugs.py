@@ -149,7 +149,7 @@ BUGS = {
         "self.mlp(self.norm(x)), 0.0)", "something is dropped|forwards",
     ),
     "one rank does it all": (
-        "tp_mlp", 2, "shards.py", "    start = index * (items // parts)",
+        "tp_mlp", 2, "partition.py", "    start = index * (items // parts)",
         "    return (0, items) if index == 0 else (items, items)\n"
         "    start = index * (items // parts)", "none whole",
     ),
@@ -168,7 +168,7 @@ BUGS = {
         "tp_attention", 2, "tp_attention.py", "if rank != 0:", "if False:", "output",
     ),
     "query heads look at others' keys": (
-        "tp_attention", 3, "shards.py", "(first * group_size, stop * group_size), (first, stop)",
+        "tp_attention", 3, "partition.py", "(first * group_size, stop * group_size), (first, stop)",
         "(first * group_size, stop * group_size), (0, stop - first)", "nothing left out",
     ),
     "shared KV heads do not add their gradients": (
@@ -176,7 +176,7 @@ BUGS = {
         "k_proj.weight grad",
     ),
     "wrong holders of a shared KV head": (
-        "tp_attention", 4, "shards.py", "start, stop = group * group_size + start",
+        "tp_attention", 4, "partition.py", "start, stop = group * group_size + start",
         "start, stop = group * group_size + start * 0", "output",
     ),
     "attention's mask is dropped everywhere": (
@@ -219,11 +219,11 @@ BUGS = {
         "sum_over_ranks(self.part(ids), self.get_group())", "self.part(ids)", "embeddings|bits",
     ),
     "other ranks' rows are not blanked": (
-        "tp_llama", 2, "tp_llama.py", "rows.masked_fill(elsewhere[..., None], 0)", "rows",
+        "tp_llama", 2, "shards.py", "rows.masked_fill(elsewhere[..., None], 0)", "rows",
         "embeddings",
     ),
     "the padding token's row learns": (
-        "tp_llama", 2, "tp_llama.py", "padding = padding - first if", "padding = None if",
+        "tp_llama", 2, "shards.py", "padding = padding - first if", "padding = None if",
         "embed_tokens.weight grad",
     ),
     "no f before the LM head": (
@@ -290,11 +290,11 @@ BUGS = {
         '    "model.layers.*.mlp.down_proj": SUM,  # (H, F/P)\n', "", "none whole",
     ),
     "the plan's embedding takes others' rows": (
-        "dtensor_llama", 2, "tp_llama.py", "rows.masked_fill(elsewhere[..., None], 0)", "rows",
+        "dtensor_llama", 2, "shards.py", "rows.masked_fill(elsewhere[..., None], 0)", "rows",
         "embeddings",
     ),
     "the plan's padding token learns": (
-        "dtensor_llama", 2, "tp_llama.py", "padding = padding - first if",
+        "dtensor_llama", 2, "shards.py", "padding = padding - first if",
         "padding = None if", "embed_tokens.weight grad",
     ),
     "the plan's loss counts ignored labels": (
@@ -371,7 +371,7 @@ BUGS = {
         "torch.cat(pieces[::-1], dim=2).transpose", "logits",
     ),
     "positions begin at 0 on every rank": (
-        "ulysses_forward", 2, "ulysses_forward.py", "mine(position_ids),",
+        "ulysses_forward", 2, "sequence.py", "mine(position_ids),",
         "mine(position_ids) - mine(position_ids)[:, :1],", "logits",
     ),
     "the sequence's mask is dropped": (
@@ -379,37 +379,37 @@ BUGS = {
         "attention_mask if attention_mask.shape[2] > 1 else None", "None", "whatever the padding",
     ),
     "the sequence's mask is not causal": (
-        "ulysses_forward", 2, "ulysses_forward.py", "device=attention_mask.device).tril()",
+        "ulysses_forward", 2, "sequence.py", "device=attention_mask.device).tril()",
         "device=attention_mask.device)", "logits",
     ),
     "a short sequence is read to its padded end": (
-        "ulysses_forward", 6, "ulysses_forward.py", "self.whole(output.logits, length)[:, :S]",
+        "ulysses_forward", 6, "sequence.py", "self.whole(output.logits, length)[:, :S]",
         "self.whole(output.logits, length)", "generated tokens",
     ),
     "no sum of gradients": (
-        "ulysses_forward", 2, "collectives.py", "all_reduce_(flat, group)",
+        "ulysses_forward", 2, "gradients.py", "all_reduce_(flat, group)",
         "pass", "grad",
     ),
     "gradients are averaged": (
-        "ulysses_forward", 3, "collectives.py", "all_reduce_(flat, group)",
+        "ulysses_forward", 3, "gradients.py", "all_reduce_(flat, group)",
         "all_reduce_(flat.div_(group.size()), group)", "grad",
     ),
     "the split sequence's labels are shifted twice": (
-        "ulysses_forward", 2, "ulysses_forward.py", "mine(targets, -100))",
+        "ulysses_forward", 2, "sequence.py", "mine(targets, -100))",
         "mine(targets.roll(-1, 1), -100))", "loss",
     ),
     "labels are shifted after they are split": (
-        "ulysses_forward", 2, "ulysses_forward.py", "mine(targets, -100))",
+        "ulysses_forward", 2, "sequence.py", "mine(targets, -100))",
         "F.pad(mine(labels, -100), (0, 1), value=-100)[:, 1:])", "loss",
     ),
     "a mean of the ranks' means": (
-        "ulysses_forward", 2, "ulysses_forward.py",
+        "ulysses_forward", 2, "sequence.py",
         "sum_over_ranks(loss, self.get_group()) / num_items",
         "sum_over_ranks(loss / (mine(targets, -100) != -100).sum(), self.get_group())"
         " / self.get_group().size() * num_items_in_batch / num_items", "loss",
     ),
     "hidden states of other tokens": (
-        "ulysses_forward", 2, "ulysses_forward.py", "        return output.to_tuple()",
+        "ulysses_forward", 2, "sequence.py", "        return output.to_tuple()",
         "        if output.hidden_states:\n"
         "            output.hidden_states = [h.roll(1, 1) for h in output.hidden_states]\n"
         "        return output.to_tuple()", "hidden states",
@@ -431,7 +431,7 @@ BUGS = {
         "(targets[:, mine] != -100).sum() * mesh.size()", "losses",
     ),
     "the adapter's gradients are averaged": (
-        "ulysses_finetune", 3, "collectives.py", "all_reduce_(flat, group)",
+        "ulysses_finetune", 3, "gradients.py", "all_reduce_(flat, group)",
         "all_reduce_(flat.div_(group.size()), group)", "grad",
     ),
     "another learning rate": (
@@ -572,7 +572,7 @@ BUGS = {
         "    units = units[0], units[1] - (rank == 0)\n", "nothing left out",
     ),
     "a row at a shard's edge is another's": (  # which no token of the text has
-        "tp_llama --model tiny --batch-size 1", 2, "tp_llama.py", "(ids < first)", "(ids <= first)",
+        "tp_llama --model tiny --batch-size 1", 2, "shards.py", "(ids < first)", "(ids <= first)",
         "embeddings",
     ),
     "a target at a shard's edge is left out": (
@@ -891,8 +891,8 @@ BUGS = {
     ),
     "under a budget another rate is taken": (
         "data_parallel --memory-budget 4 --strategy by-hand", 2, "data_parallel.py",
-        "replica, batches, args.epochs, args.lr)\n            del replica",
-        "replica, batches, args.epochs, 2 * args.lr)\n            del replica",
+        "args.epochs, args.lr\n            )\n            del replica",
+        "args.epochs, 2 * args.lr\n            )\n            del replica",
         "losses of the training",
     ),
     "FSDP2's layers are no units": (
@@ -1067,7 +1067,7 @@ BUGS = {
         "losses of|norms of",
     ),
     "the same batch again and again": (
-        "pretrain_2d --tp 1", 2, "pretrain_2d.py", "for batch in batches_of(loader):",
+        "pretrain_2d --tp 1", 2, "pretrain_2d.py", "for batch in loading.batches_of(loader):",
         "for batch in repeat(next(iter(loader))):", "losses of|norms of",
     ),
     "blocks are merged as if they had the same scores": (
@@ -1115,7 +1115,7 @@ BUGS = {
         "[:, self.order(length).argsort().to(x.device)]", "", "logits",
     ),
     "tokens keep the positions of contiguous shares": (
-        "ring_attention", 2, "ulysses_forward.py", "mine(position_ids),",
+        "ring_attention", 2, "sequence.py", "mine(position_ids),",
         "position_ids[:, slice(*shard_range(length, self.parts, self.get_group().rank()))],",
         "logits",
     ),
@@ -1144,7 +1144,7 @@ BUGS = {
         "packed documents",
     ),
     "positions that jump onwards begin no document": (
-        "ulysses_forward", 2, "ulysses_forward.py", "[:, :1] - 1) != 1)", "[:, :1] - 1) < 1)",
+        "ulysses_forward", 2, "sequence.py", "[:, :1] - 1) != 1)", "[:, :1] - 1) < 1)",
         "packed documents",
     ),
     "while training packed documents see each other": (
@@ -1185,7 +1185,7 @@ BUGS = {
         "(ids != -100).sum()", "losses",
     ),
     "only a row's first document has gradients": (
-        "ulysses_finetune --pack --peft lora", 2, "kernels.py", "whole[part] = piece",
+        "ulysses_finetune --pack --peft lora", 2, "packed.py", "whole[part] = piece",
         "whole[part] = piece * (part[2].start == 0)", "grad",
     ),
     "the lookup learns nothing": (
@@ -1206,7 +1206,7 @@ BUGS = {
     ),
     "gradients are added up along the wrong axis": (
         "tp_ulysses --model random/small --num-layers 1", 4, "tp_ulysses.py",
-        'mesh["sp"], parallelize', 'mesh["tp"], parallelize', "grad",
+        'mesh["sp"],\n        parallelize', 'mesh["tp"],\n        parallelize', "grad",
     ),
     "a block's sum is sent twice": (
         "tp_ulysses", 2, "collectives.py",

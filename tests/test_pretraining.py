@@ -14,14 +14,14 @@ import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 import launch
+from checkpoints.checkpoint import list_checkpoints, step_of
+from checkpoints.sharded_checkpoint import STATES, read_region
 from conftest import make_llama
+from loading.documents import BOT, EOT, PAD, Rows, bigram_loss, load_rows
+from loading.models import TINY, Source
 from test_planted_bugs import plant, refused
 from test_tasks import QUICK, checks, passed
-from utils.checkpoint import list_checkpoints, step_of
-from utils.documents import BOT, EOT, PAD, Rows, bigram_loss, load_rows
 from utils.errors import UserError
-from utils.models import TINY, Source
-from utils.sharded_checkpoint import STATES, read_region
 
 FILE = launch.TASKS / "pretrain_2d.py"
 SHORT = list(map(str, QUICK["pretrain_2d"]))

@@ -10,11 +10,11 @@ import torch
 
 import launch
 import test_smollm2
+from harness.checks import OTHERWISE
+from loading import smollm2
+from loading.models import Source, cache_folder
 from test_tasks import QUICK, WHOLE_MODEL, checks
-from utils import smollm2
-from utils.checks import OTHERWISE
-from utils.models import Source, cache_folder
-from utils.shards import rope_of
+from utils.llama import rope_of
 
 pytestmark = pytest.mark.real
 TEXT = "A quick brown fox with a fluffy white coat"

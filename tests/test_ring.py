@@ -11,7 +11,7 @@ import launch
 from ring_attention import Ring, merge
 from test_tasks import checks, passed
 from utils.kernels import attend, attend_backward, plain, plain_backward
-from utils.shards import shard_range
+from utils.partition import shard_range
 
 FILE = launch.TASKS / "ring_attention.py"
 STRESS = pytest.mark.stress

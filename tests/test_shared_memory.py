@@ -23,7 +23,7 @@ def test_random_collectives(nproc, count, tmp_path):
     )
 
 
-MEMORY, GROUP = "shared_memory.py", "shared_group.py"
+MEMORY, GROUP = "slots.py", "group.py"
 BUGS = {
     "nobody is waited for": (MEMORY, "if words[LINE * rank] < n:", "if False:"),
     "one half": (MEMORY, "(like)[n % 2]", "(like)[1]"),
@@ -270,7 +270,7 @@ def test_places(tmp_path, monkeypatch):
     """Where memory cannot be shared the group says so itself, to those who use it alone."""
     import torch.distributed as dist
 
-    from utils import shared_memory
+    from shared_memory import slots as shared_memory
 
     monkeypatch.setattr(shared_memory, "neighbourhood", lambda: "here")
     store = dist.HashStore()
@@ -354,7 +354,7 @@ def test_backend(gloo, tmp_path):
 
 def test_other_processors(tmp_path):
     """There gloo is used, which is said, once."""
-    plant(tmp_path, "shared_memory.py", 'platform.machine() != "x86_64"', "True")
+    plant(tmp_path, "slots.py", 'platform.machine() != "x86_64"', "True")
     args = ["--hidden-size", 8, "--intermediate-size", 8]
     result = launch.ranks(tmp_path / "tp_mlp.py", *args, nproc=2, folder=tmp_path)
     assert result.code == 0 and "on cpu (gloo)" in result.out, result.tail()

@@ -14,7 +14,7 @@ import zipfile
 import pytest
 
 import launch
-from utils import smollm2
+from loading import smollm2
 from utils.errors import UserError
 
 ARGS = ["--model", "smollm2", "--hidden-size", 8, "--intermediate-size", 8]

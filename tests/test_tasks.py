@@ -8,10 +8,10 @@ import torch
 
 import launch
 from conftest import make_llama
+from harness.checks import OTHERWISE
+from harness.environment import SHARING_ALLOWED, nccl_version
 from places import NCCL, ON_GPUS, why_not_nccl
 from test_readme import CODE, SHOWN, same
-from utils.checks import OTHERWISE
-from utils.environment import SHARING_ALLOWED, nccl_version
 
 # Every script there is is run; these flags only keep further runs of some short.
 QUICK = {

@@ -12,12 +12,13 @@ from transformers import AutoTokenizer
 
 import launch
 import pretrain_2d
-from utils import bpe, pretraining
-from utils.batches import read_samples
-from utils.documents import Rows, Tokenized, load_rows
+from harness import pretraining
+from loading import bpe
+from loading.batches import read_samples
+from loading.documents import Rows, Tokenized, load_rows
+from loading.models import Source
+from loading.text_files import TextFile, index, read_json_lines
 from utils.errors import UserError
-from utils.models import Source
-from utils.text_files import TextFile, index, read_json_lines
 
 TEXTS = [f"Story {i}: grüße, {i * i} times.\nA second line 木." for i in range(120)]
 
@@ -191,18 +192,21 @@ def test_a_text_that_changes(workers, tmp_path):
     path, cpu = write_plain(tmp_path / "a.txt"), torch.device("cpu")
     flags = dict.fromkeys(("steps", "lr", "warm_up", "num_documents", "dtype", "seed"))
     run, args = one_rank(), SimpleNamespace(**flags, batch_size=4)
-    same = [pretraining.identity(run, args, load_rows(run, str(path), None, 24, 4)[1])
+    same = [pretraining.identity_of_pretraining(run, args,
+                                                load_rows(run, str(path), None, 24, 4)[1])
             for _ in range(2)]  # fmt: skip
     _, rows, _ = load_rows(run, str(path), None, 24, 4)
     path.write_text(path.read_text().replace("Story 50", "Story A50"))
     with pytest.raises(UserError) as refused:
         next(pretrain_2d.make_batches(rows, Mesh(1, 0), 4, cpu, num_workers=workers))
     assert str(refused.value) == f"--text {path}: changed while it was used"
-    other = pretraining.identity(run, args, load_rows(run, str(path), None, 24, 4)[1])
+    other = pretraining.identity_of_pretraining(
+        run, args, load_rows(run, str(path), None, 24, 4)[1]
+    )
     assert same[0] == same[1] and {k for k in other if other[k] != same[0][k]} == {"text"}
     bpe.write_tokenizer(bpe.train_tokenizer(TEXTS, 300), tmp_path)
     of_another = load_rows(run, str(path), None, 24, 4, tmp_path)[1]
-    another = pretraining.identity(run, args, of_another)
+    another = pretraining.identity_of_pretraining(run, args, of_another)
     assert {k for k in other if other[k] != another[k]} == {"tokenizer"}
     size = path.stat().st_size
     with pytest.raises(UserError, match=f"{size} bytes here, {size + 1} on rank 0"):

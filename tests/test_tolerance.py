@@ -16,14 +16,15 @@ import launch
 sys.path.append(str(launch.ROOT / "figures"))
 
 import few_tokens
-from utils import float64, tolerance
-from utils.checks import Comparison
-from utils.float64 import compute_in_float64
-from utils.generation import check_text
-from utils.model_checks import model_step, plain_loss, token_losses
-from utils.models import Source
-from utils.tolerance import independent_roundings, judge, measure, worst_relative
-from utils.wider import widen
+from harness import float64, tolerance
+from harness.checks import Comparison
+from harness.float64 import compute_in_float64
+from harness.generation import check_text
+from harness.model_checks import model_step, plain_loss
+from harness.tolerance import independent_roundings, judge, measure, worst_relative
+from harness.wider import widen
+from loading.models import Source
+from utils.losses import token_losses
 
 DTYPES = torch.float32, torch.bfloat16
 

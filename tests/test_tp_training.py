@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import launch
+from harness.memory_profile import record_memory, write_trace
 from test_planted_bugs import plant, refused
 from utils.errors import UserError
-from utils.memory_profile import record_memory, write_trace
 
 FILE = launch.TASKS / "tp_training.py"
 LOGITS = "logits and what the loss makes of them"

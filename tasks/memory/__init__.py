@@ -1,1 +1,1 @@
-"""Task 5's memory techniques (see `long_sequence.py`), and what is around them (`finetune.py`)."""
+"""Task 5's memory techniques: `long_sequence.py` puts them together."""

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from memory.tiled_loss import tiles
-from utils.shards import shard_heads
+from utils.partition import shard_heads
 
 
 def plan_rounds(config, ranks, head_groups):

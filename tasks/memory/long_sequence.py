@@ -32,21 +32,16 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb
 
 from memory.head_groups import plan_rounds, project, sliceable
+from memory.packed import attend_parts, attend_parts_backward, parts_of
 from memory.saved_outputs import SavedOutputs
 from memory.tiled_loss import TiledLoss, tiles
 from ring_attention import Ring, RingAttention, RingLlama, ring_backward, ring_forward
-from ulysses_forward import AllToAll, by_documents, documents_of, sum_of_losses
+from ulysses_forward import AllToAll, by_documents
 from utils.adapters import check_by_token
 from utils.collectives import group_of_axis
-from utils.kernels import (
-    attend,
-    attend_backward,
-    attend_parts,
-    attend_parts_backward,
-    for_all,
-    parts_of,
-)
-from utils.shards import shard_range
+from utils.kernels import attend, attend_backward, for_all
+from utils.partition import shard_range
+from utils.sequence import documents_of, sum_of_losses
 
 
 @dataclass(frozen=True)

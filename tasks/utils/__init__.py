@@ -1,13 +1,35 @@
-"""Plumbing that the task scripts share. A technique is in the script whose task asks for it.
+"""What techniques are made of: collectives, slices of weights, the seam to Hugging Face.
 
-Scripts import from `utils.<module>`, from `memory` (Task 5), and from the scripts that they build
-on. Nothing in here imports a script, and nothing is re-exported: each name is imported from the
-module that defines it.
+It imports torch and transformers alone, no script, and nothing of the packages beside it:
 
-`job` starts a script and ends its process; `environment` and `watchdog` are its helpers. All other
-functions take values, not parsed flags, and a `Run`, which says where they run.
+    harness         starts and ends a job; compares; measures
+    loading         models, tokenizers and text
+    checkpoints     of a training that is to be continued
+    shared_memory   how ranks of one machine talk on a CPU
+    memory          Task 5's techniques
+
+A script's technique imports from `utils.<module>` and from the scripts that it builds on. All that
+proves it is loaded when the script runs: `import harness` loads nothing, and `harness.start` loads
+`harness/job.py`, where `start` is, when it is first used.
 
 Shapes, in the whole repository: B batch, S sequence, H hidden, N query heads, K key/value heads,
 D head dim, F MLP units, V vocabulary, P ranks. Local sizes are written S/P, N/P and so on, also
 where the shares are uneven. A tensor has dims, a mesh has axes.
 """
+
+from importlib import import_module
+
+
+def load_when_used(package, rooms):
+    """A package's `__getattr__`: the first use of a name loads its module.
+
+    rooms: {module: the names that it shares, with blanks between}.
+    """
+    module_of = {name: module for module, names in rooms.items() for name in names.split()}
+
+    def load(name):
+        if name not in module_of:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return getattr(import_module(f"{package}.{module_of[name]}"), name)
+
+    return load

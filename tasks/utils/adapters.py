@@ -7,8 +7,6 @@ more than stand before the embeddings: those that bring keys and values, or a lo
 """
 
 import inspect
-import sys
-import weakref
 
 # By the package of PEFT's layers, or else by the class; variants of LoRA by their class.
 BY_TOKEN = {
@@ -27,8 +25,6 @@ VIRTUAL_TOKENS = "PROMPT_TUNING", "P_TUNING", "MULTITASK_PROMPT_TUNING"
 def adapters_of(model):
     """The kinds of PEFT's adapters in a model's layers, as in `BY_TOKEN`."""
     kinds = set()
-    if "peft" not in sys.modules:  # then there is none
-        return kinds
     for module in model.modules():
         if type(module).__module__.startswith("peft."):
             layer = getattr(module.forward, "__self__", module)  # X-LoRA's do the work of LoRA's
@@ -38,37 +34,13 @@ def adapters_of(model):
     return kinds
 
 
-class Guard:
-    """A pre-hook, of a model or of a part, that calls check(model).
-
-    It holds the model weakly, or this would not be freed at once. A deep copy of the model has its
-    own.
-    """
-
-    def __init__(self, model, check):
-        self.model, self.check = weakref.ref(model), check
-
-    def __call__(self, part, _):
-        self.check(self.model() or part)
-
-    def __deepcopy__(self, memo):
-        model = self.model()
-        return Guard(memo.get(id(model), model), self.check) if model else self
-
-
-def guard(model, check):
-    """Call check(model) in each forward of a LlamaForCausalLM, whenever its adapters were added."""
-    for part in model, model.model:  # PEFT, or a user, may call only one of them with its hooks
-        part.register_forward_pre_hook(Guard(model, check))
-
-
 def check_prompt():
     """ValueError for a prompt of PEFT's that is more than virtual tokens.
 
     It is no part of the model that it stands before. Only the frame of PEFT's forward, which has
     called the model's, tells of it.
     """
-    frame = inspect.currentframe() if "peft" in sys.modules else None
+    frame = inspect.currentframe()
     while frame:
         if frame.f_globals.get("__name__") == "peft.peft_model":
             config = getattr(frame.f_locals.get("self"), "active_peft_config", None)

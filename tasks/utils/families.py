@@ -1,4 +1,4 @@
-"""The seam to Hugging Face: where a Llama and a GPT-2 have their parts, and how large these are.
+"""The seam to Hugging Face: where a Llama and a GPT-2 have their parts.
 
 GPT-2 is read by the scripts that split layers or samples, not what is inside a layer.
 """
@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 import transformers
 from torch import nn
-
-from utils.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -51,9 +49,6 @@ GPT2 = Family(
     attention="attn",
 )  # fmt: skip
 FAMILIES = {family.kind: family for family in (LLAMA, GPT2)}
-ONLY_LLAMA, ALL_FAMILIES = (LLAMA.kind,), tuple(FAMILIES)
-TAKE_GPT2 = "data_parallel.py, pipeline_threads.py and pipeline_llama.py"
-DROPOUTS = "resid_pdrop", "embd_pdrop", "attn_pdrop"  # GPT-2's, in its configuration
 
 
 def family_of(model):
@@ -78,83 +73,6 @@ def embedding_of(model):
 def norm_of(model):
     """The norm behind its last layer."""
     return getattr(base_of(model), family_of(model).norm)
-
-
-def refuse_family(name, kind, allowed):
-    """UserError for a kind of model that a script does not take."""
-    if kind not in allowed:
-        others = f" ({TAKE_GPT2} take gpt2, too)" if kind == GPT2.kind else ""
-        raise UserError(f"{name}: a {kind} model; this needs model_type {' or '.join(allowed)}"
-                        f"{others}")  # fmt: skip
-
-
-def refuse_length(source, seq_len):
-    """UserError for more tokens than a model has positions for: GPT-2's are in a table."""
-    config = source.config
-    if config.model_type == GPT2.kind and seq_len > config.max_position_embeddings:
-        raise UserError(f"--seq-len {seq_len}: {source.name} has positions for "
-                        f"{config.max_position_embeddings} tokens")  # fmt: skip
-
-
-def mlp_units(config):
-    """Units inside the MLP of a layer."""
-    if config.model_type == GPT2.kind:
-        return config.n_inner or 4 * config.hidden_size
-    return config.intermediate_size
-
-
-def count_parameters(config):
-    """How many parameters a model has, in closed form; a tied head counts once."""
-    V, H, L, F = config.vocab_size, config.hidden_size, config.num_hidden_layers, mlp_units(config)
-    embeddings = V * H * (1 if config.tie_word_embeddings else 2)
-    if config.model_type == GPT2.kind:  # everything but the head has a bias
-        attention, mlp, norm = 4 * H * H + 4 * H, 2 * H * F + F + H, 2 * H
-        return embeddings + config.max_position_embeddings * H + L * (attention + mlp) + (
-            (2 * L + 1) * norm
-        )  # fmt: skip
-    heads = config.num_attention_heads * config.head_dim
-    kv = config.num_key_value_heads * config.head_dim
-    bias = config.attention_bias * (heads + 2 * kv + H) + config.mlp_bias * (2 * F + H)
-    layer = 2 * H * (heads + kv) + 3 * H * F + 2 * H + bias
-    return embeddings + L * layer + H
-
-
-def without_dropout(config):
-    """Set GPT-2's dropouts to 0, in place. Returns what they were, {name: rate}; of a Llama, {}."""
-    if config.model_type != GPT2.kind:
-        return {}
-    rates = {name: getattr(config, name) for name in DROPOUTS}
-    for name in DROPOUTS:
-        setattr(config, name, 0.0)
-    return rates
-
-
-def restore_dropout(source):
-    """Give a `models.Source` the dropouts of its configuration again: models that are loaded now
-    have them, where they train.
-    """
-    for name, rate in source.dropout.items():
-        setattr(source.config, name, rate)
-
-
-def fill_buffers(model, config, device):
-    """Build the buffers that no checkpoint holds, of a model that was made on the meta device.
-
-    A Llama's are its rotary tables, in float32 whatever the model's dtype. GPT-2 has some in
-    transformers 4 alone: each attention's causal mask.
-    """
-    if family_of(model) is LLAMA:
-        from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-
-        model.model.rotary_emb = LlamaRotaryEmbedding(config).to(device)
-        return
-    attentions = [getattr(layer, GPT2.attention) for layer in layers_of(model)]
-    if attentions and any(True for _ in attentions[0].buffers()):
-        fresh = type(attentions[0])(config, layer_idx=0)
-        buffers = {name: buffer.to(device) for name, buffer in fresh.named_buffers()}
-        for attention in attentions:
-            for name, buffer in buffers.items():
-                setattr(attention, name, buffer)
 
 
 class LayersInOrder(nn.ModuleList):

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 
+from loading.models import TINY, cache_folder
 from utils.errors import UserError
-from utils.models import TINY, cache_folder
 
 ULYSSES = "https://www.gutenberg.org/cache/epub/4300/pg4300.txt"  # the assignment's example
 ENOUGH = 10**7  # characters; no more of a text is turned into tokens, unless more are needed
@@ -78,7 +78,7 @@ def has_own_text(where, source):
 
 def find_text(where, source, needed, seed):
     """The text, and what to call it."""
-    from utils.text_files import has_json_lines, read_json_lines  # which imports this module
+    from loading.text_files import has_json_lines, read_json_lines  # which imports this module
 
     if where is not None and not is_url(where) and has_json_lines(where):
         return where, read_json_lines(where, max(ENOUGH, 100 * needed))

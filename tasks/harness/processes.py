@@ -12,7 +12,7 @@ from multiprocessing.connection import wait
 
 import torch.distributed as dist
 
-from utils.environment import fail, when_stopped
+from harness.environment import fail, when_stopped
 
 ADDRESS, PORT = "localhost", 11868  # by default; the neighbour course's
 TRIED = 100  # ports, from that one on
@@ -56,7 +56,7 @@ def variables(rank, world_size, port):
 
 
 @contextmanager
-def environment(values):
+def environment_of(values):
     """Within it the environment has these values, too; a process started here inherits them."""
     before = os.environ.copy()
     os.environ |= values

@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from loading.text import MARK, decode, plain
 from utils.errors import UserError
-from utils.text import MARK, decode, plain
 
 SUFFIXES = ".jsonl", ".ndjson", ".json"  # of JSON lines
 MARK_BYTES = re.compile(MARK.pattern.encode(), re.MULTILINE)

@@ -8,10 +8,11 @@ from functools import partial
 import torch
 import transformers
 
-from utils.collectives import sum_gradients
-from utils.generation import check_continuation, hf_generate
-from utils.measure import measure_bytes
-from utils.model_checks import error_of_mean, mean_loss, show_model, token_losses
+from harness.generation import check_continuation, hf_generate
+from harness.measure import measure_bytes
+from harness.model_checks import error_of_mean, show_model
+from utils.gradients import sum_gradients
+from utils.losses import mean_loss, token_losses
 
 PACKS = int(transformers.__version__.split(".")[0]) >= 5  # by itself, where positions restart
 

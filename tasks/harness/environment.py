@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from packaging.version import Version
 
-from utils.shared_memory import neighbourhood
+from shared_memory.slots import neighbourhood
 
 TESTED = {  # from, to
     "torch": ("2.7", "2.15.0"), "transformers": ("4.48.3", "5.24.0"), "peft": ("0.14.0", "0.21.2"),

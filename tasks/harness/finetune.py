@@ -12,15 +12,15 @@ from pathlib import Path
 import torch
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 
+from checkpoints.checkpoint import fingerprint, fingerprint_of_config, swap
+from harness.flags import gib, positive
+from harness.measure import is_for_memory, limited_memory
+from harness.training_checks import base_of, trained
+from loading.documents import load_documents, pack
+from loading.models import is_hub_id, quiet
+from loading.text import load_sequences
 from memory.long_sequence import Techniques, possible
-from utils.checkpoint import fingerprint, fingerprint_of_config, swap
-from utils.documents import load_documents, pack
 from utils.errors import UserError
-from utils.flags import gib, positive
-from utils.measure import is_for_memory, limited_memory
-from utils.models import is_hub_id, quiet
-from utils.text import load_sequences
-from utils.training_checks import base_of, trained
 
 SAVES = {
     "long-sequence": "the techniques of memory/long_sequence.py, else Task 4's own forward",
@@ -57,7 +57,7 @@ def adapter_config(peft, num_virtual_tokens=32, lora_rank=8):
     return lora if peft == "lora" else None
 
 
-def load(run, config, parallelize=None, checkpointing=False):
+def load_adapted(run, config, parallelize=None, checkpointing=False):
     """The model of --model with an adapter, seeded: the same on every rank.
 
     config: see `adapter_config`. checkpointing: by Hugging Face's own recomputation of layers.
@@ -198,7 +198,7 @@ def within_budget(run, budget, shape, function):
 # ---------------------------------------------------------------- the result
 
 
-def identity(flags, config, model, ids):
+def identity_of_finetuning(flags, config, model, ids):
     """What must be the same for a checkpoint to be continued; of the weights some values each.
 
     flags: {name: value}. model: without its adapter; what is not frozen counts only where nothing
@@ -213,7 +213,7 @@ def identity(flags, config, model, ids):
     }  # fmt: skip
 
 
-def report(run, positions):
+def report_training(run, positions):
     """Print what the training came to, by the results. positions: of a step."""
     losses, seconds = run.results["losses"], run.results["step_s"]
     run.print0(f"loss {losses[0]:.4f} -> {losses[-1]:.4f} in {len(losses)} steps")

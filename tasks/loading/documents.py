@@ -14,12 +14,12 @@ import torch.nn.functional as F
 from torch.utils.data import Dataset, Subset
 from tqdm import tqdm
 
-from utils import bpe
-from utils.batches import pad
-from utils.bpe import BOT, EOT, PAD
+from loading import bpe
+from loading.batches import pad
+from loading.bpe import BOT, EOT, PAD
+from loading.text import encode, find_text, has_own_text, is_url, own_stories, read_some
+from loading.text_files import TextFile, index
 from utils.errors import UserError
-from utils.text import encode, find_text, has_own_text, is_url, own_stories, read_some
-from utils.text_files import TextFile, index
 
 OWN = 240  # stories of the project's own, unless it is said how many
 HELD = 1000  # documents that are held out, at most

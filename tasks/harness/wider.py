@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn.utils.parametrize import register_parametrization
 from torch.utils.checkpoint import checkpoint
 
+from harness.float64 import compute_in_float64
 from utils.families import FAMILIES
-from utils.float64 import compute_in_float64
 
 LAYERS = {family.layer: family for family in FAMILIES.values()}
 WIDER = {torch.bfloat16: torch.float32, torch.float32: torch.float64}

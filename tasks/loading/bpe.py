@@ -8,8 +8,8 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from loading.models import TINY
 from utils.errors import UserError, one_line
-from utils.models import TINY
 
 BOT, EOT, PAD = SPECIAL = "[BOT]", "[EOT]", "[PAD]"
 NAME = "tokenizer.json"

@@ -27,8 +27,8 @@ from contextlib import suppress
 import psutil
 import torch.distributed as dist
 
-from utils.environment import end_sibling, when_stopped
-from utils.shared_memory import Missing, in_words
+from harness.environment import end_sibling, when_stopped
+from shared_memory.slots import Missing, in_words
 
 STOPPED = []  # when this process was asked to stop
 SPARE_S = 30  # by which the backend's timeout is later than --timeout

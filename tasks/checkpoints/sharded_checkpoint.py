@@ -16,7 +16,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from utils.checkpoint import Checkpoints, begin, digest, finish, flush, newest
+from checkpoints.checkpoint import Checkpoints, begin, digest, finish, flush, newest
 from utils.errors import UserError
 from utils.shards import local_part, shard_of
 

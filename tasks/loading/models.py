@@ -19,21 +19,13 @@ import transformers
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from utils import smollm2
+from harness.float64 import compute_in_float64
+from harness.measure import is_for_memory
+from loading import smollm2
+from loading.architectures import ONLY_LLAMA, fill_buffers, refuse_family, without_dropout
+from loading.presets import GPT2_PRESETS, PRESETS
 from utils.errors import UserError, one_line
-from utils.families import (
-    FAMILIES,
-    GPT2,
-    LLAMA,
-    ONLY_LLAMA,
-    embedding_of,
-    fill_buffers,
-    refuse_family,
-    without_dropout,
-)
-from utils.float64 import compute_in_float64
-from utils.measure import is_for_memory
-from utils.presets import GPT2_PRESETS, PRESETS
+from utils.families import FAMILIES, GPT2, LLAMA, embedding_of
 from utils.shards import mark_shard, shard_of
 
 TINY = Path(__file__).resolve().parent.parent / "tiny_llama"

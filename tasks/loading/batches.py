@@ -7,11 +7,11 @@ from itertools import chain, islice, repeat
 
 import torch
 
-from utils.bpe import read_tokenizer
-from utils.environment import end_with_parent
+from harness.environment import end_with_parent
+from loading.architectures import refuse_length
+from loading.bpe import read_tokenizer
+from loading.text import load_sequences
 from utils.errors import UserError
-from utils.families import refuse_length
-from utils.text import load_sequences
 
 
 def start_worker(_):

@@ -8,14 +8,14 @@ import math
 import torch
 import torch.nn.functional as F
 
+from harness.generation import check_continuation, encode_prompts, recompute
+from harness.measure import measure_memory, measure_time
+from harness.tolerance import LIMITS
+from harness.wider import wider_copy
+from loading.architectures import refuse_length
 from utils.errors import UserError
-from utils.families import refuse_length
-from utils.generation import check_continuation, encode_prompts, recompute
-from utils.losses import cross_entropy
-from utils.measure import measure_memory, measure_time
+from utils.losses import mean_loss, token_losses
 from utils.shards import shard_of
-from utils.tolerance import LIMITS
-from utils.wider import wider_copy
 
 TEXT = """The model reads these lines to be checked on something like language. A river does not
 hurry; it arrives all the same. Anna counted the boats on the water, seven in the morning and four
@@ -78,20 +78,6 @@ def make_batch(run, batch_size, seq_len, text=TEXT):
     return tuple(run.broadcast(t) for t in (ids, mask, ids.masked_fill(seen == 0, -100)))
 
 
-def token_losses(logits, labels):
-    """Next-token losses of logits (B, S, V), labels (B, S): (B, S - 1); 0 for labels of -100.
-
-    In float64 by PyTorch's cross-entropy, so that no mistake of ours is in both sides of a check.
-    In float32 by our own: of 49,152 logits, on a CPU, PyTorch's alone is off by more than the whole
-    model before it; and so would be all the gradients of the reference.
-    """
-    targets = F.pad(labels[:, 1:], (0, 1), value=-100)  # the last token's: no copy of the logits
-    if logits.dtype != torch.float64:
-        return cross_entropy(logits, targets)[:, :-1]
-    losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
-    return losses.view_as(targets)[:, :-1]
-
-
 def plain_loss(model, labels, **inputs):
     """The unmodified model's mean loss."""
     return mean_loss(token_losses(model(**inputs).logits, labels), labels)
@@ -114,11 +100,6 @@ def expect_loss(run, references, ids):
     """The references' mean losses of ids (B, S), and what their own error is at least."""
     (losses,) = run.expect(lambda model: [token_losses(model(ids).logits, ids)], references)
     return [mean_loss(of_one, ids) for of_one in losses], error_of_mean(*losses)
-
-
-def mean_loss(losses, labels):
-    """Of `token_losses`: their mean over all labels that are not -100."""
-    return losses.sum() / (labels[:, 1:] != -100).sum()
 
 
 def embed(model, ids, mask):
@@ -256,7 +237,7 @@ def check_own_loss(run, parallel, batch, edges, logits, value, loss):
     run.check("loss, of its own logits")
 
 
-def train(model, loss, batch, optimizer, steps):
+def train_on_batch(model, loss, batch, optimizer, steps):
     """Train on one batch: the loss before each step, (steps,). loss: see `show_model`."""
     ids, mask, labels = batch
     losses = []
@@ -275,7 +256,7 @@ def overfit(model, loss, batch, steps):
     # blowing up gradients that are nothing but rounding; wide models need small steps.
     lr = 0.5 / model.config.hidden_size
     optimizer = torch.optim.Adam(model.parameters(), lr, eps=1e-5, foreach=False)
-    return train(model, loss, batch, optimizer, steps)
+    return train_on_batch(model, loss, batch, optimizer, steps)
 
 
 def check_overfitting(run, parallel, references, batch, steps):

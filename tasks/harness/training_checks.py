@@ -3,11 +3,12 @@
 import torch
 from transformers import LlamaForCausalLM
 
-from utils.checkpoint import fingerprint
-from utils.checks import kind_of
+from checkpoints.checkpoint import fingerprint
+from harness.checks import kind_of
+from harness.model_checks import error_of_mean
+from harness.tolerance import LIMITS
 from utils.collectives import all_gather
-from utils.model_checks import error_of_mean, mean_loss, token_losses
-from utils.tolerance import LIMITS
+from utils.losses import mean_loss, token_losses
 
 
 def base_of(model):

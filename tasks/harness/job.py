@@ -15,9 +15,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from utils.checks import Comparison
-from utils.collectives import all_gather, subgroup
-from utils.environment import (
+from harness.checks import Comparison
+from harness.environment import (
     agree,
     check_writable,
     choose_device,
@@ -28,13 +27,14 @@ from utils.environment import (
     read_environment,
     share_gpus,
 )
+from harness.flags import DTYPES
+from harness.measure import is_for_memory
+from harness.watchdog import SPARE_S, Watch
+from loading.architectures import mlp_units
+from loading.models import Source, download, is_remote
+from shared_memory.group import NAME, USABLE
+from utils.collectives import all_gather, subgroup
 from utils.errors import UserError
-from utils.families import mlp_units
-from utils.flags import DTYPES
-from utils.measure import is_for_memory
-from utils.models import Source, download, is_remote
-from utils.shared_group import NAME, USABLE
-from utils.watchdog import SPARE_S, Watch
 
 # Huge pages for large CPU tensors: touching new memory is else slower than most of what is done
 # with it. Read once, when PyTorch allocates for the first time.

@@ -16,22 +16,17 @@ from torch.linalg import vector_norm
 from tqdm import tqdm
 from transformers import LlamaForCausalLM
 
-from utils.checkpoint import fingerprint_of_config, swap
+from checkpoints.checkpoint import fingerprint_of_config, swap
+from harness.float64 import compute_in_float64
+from harness.measure import peak_memory_of_process
+from harness.model_checks import error_of_mean, number_of_parameters, plain_loss
+from harness.step_checks import check_copies, compare_gradients
+from harness.wider import WIDER, wider_copy
+from loading.documents import bigram_loss
 from utils.collectives import all_reduce
-from utils.documents import bigram_loss
 from utils.errors import UserError
-from utils.float64 import compute_in_float64
-from utils.measure import peak_memory_of_process
-from utils.model_checks import (
-    error_of_mean,
-    mean_loss,
-    number_of_parameters,
-    plain_loss,
-    token_losses,
-)
-from utils.shards import sides_of
-from utils.step_checks import check_copies, compare_gradients
-from utils.wider import WIDER, wider_copy
+from utils.losses import mean_loss, token_losses
+from utils.partition import sides_of
 
 STEPS, STEPS_OF_LARGE = 10, 2  # at most, that are compared; of a large model fewer
 LARGE = 150e6  # parameters: beyond, ten of the reference's steps take longer than all else
@@ -213,7 +208,7 @@ def number_of_steps(run, args, rows):
     return args.epochs * batches
 
 
-def identity(run, args, rows):
+def identity_of_pretraining(run, args, rows):
     """What must be the same for a checkpoint to be continued."""
     names = "steps", "lr", "warm_up", "batch_size", "num_documents", "dtype", "seed"
     flags = {f"--{name.replace('_', '-')}": getattr(args, name) for name in names}

@@ -11,7 +11,8 @@ from utils.errors import UserError
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # no lines of its own
 POINTS = 400  # that are kept of a curve
-PARTS = "gradients", "logits and what the loss makes of them", "the rest"  # of a step's peak
+# Of a step's peak.
+PARTS_OF_PEAK = "gradients", "logits and what the loss makes of them", "the rest"
 
 
 def record_memory(function, device):
@@ -76,15 +77,15 @@ def record_step(model, ids, columns):
     weights = sum(parameter.nbytes for parameter in parameters)
     gradients = {(p.grad.data_ptr(), p.grad.nbytes) for p in parameters}
     alike = {p.nbytes for p in parameters if p.nbytes > 2**20}  # one that is added to another
-    parts = dict.fromkeys(PARTS, 0)
+    parts = dict.fromkeys(PARTS_OF_PEAK, 0)
     for address, size in blocks.items():
         values = size / (ids.numel() * columns)  # a row less, where labels are shifted
         if (address, size) in gradients or size in alike:
-            parts[PARTS[0]] += size
+            parts[PARTS_OF_PEAK[0]] += size
         elif any(0.98 * width < values < 1.01 * width for width in (2, 4, 8)):
-            parts[PARTS[1]] += size
+            parts[PARTS_OF_PEAK[1]] += size
         else:
-            parts[PARTS[2]] += size
+            parts[PARTS_OF_PEAK[2]] += size
     peak = sum(blocks.values())
     record = parts | {"loss": losses[0], "weights": weights, "peak": peak, "curve": curve}
     return record, recorded

@@ -11,13 +11,14 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
-from utils.batches import gather_batch
-from utils.families import count_parameters
-from utils.measure import peak_memory
-from utils.model_checks import number_of_parameters, plain_loss, token_losses
+from harness.measure import peak_memory
+from harness.model_checks import number_of_parameters, plain_loss
+from harness.step_checks import check_copies, sum_of_parts
+from harness.wider import WIDER, wider_copy
+from loading.architectures import count_parameters
+from loading.batches import gather_batch
+from utils.losses import token_losses
 from utils.shards import local_part
-from utils.step_checks import check_copies, sum_of_parts
-from utils.wider import WIDER, wider_copy
 
 COPIED = {  # whether each rank has all parameters, all gradients, and both of all Adam's states
     "by-hand": (True, True, True), "ddp": (True, True, True),
@@ -108,7 +109,7 @@ def losses_of_training(model, steps, validation, epochs, lr):
     return torch.stack(losses)
 
 
-def train(run, strategy, replica, batches, epochs, lr, expected=None, own=0.0):
+def train_by_epochs(run, strategy, replica, batches, epochs, lr, expected=None, own=0.0):
     """So many epochs of AdamW; time, throughput, losses, and memory, which is checked.
 
     Returns the losses of all steps, and after those of each epoch its validation's.

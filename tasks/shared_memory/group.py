@@ -14,10 +14,11 @@ from packaging.version import Version
 from torch.autograd import profiler
 from torch.distributed.distributed_c10d import Work
 
-from utils.shared_memory import SLOT, SharedMemory, beginning
-from utils.traffic import METERS, bytes_of
+from shared_memory.slots import SLOT, SharedMemory, beginning
+from shared_memory.traffic import METERS, bytes_of
+from utils.collectives import SHARED_MEMORY
 
-NAME = "shared_memory"
+NAME = SHARED_MEMORY
 # PyTorch 2.6 lets go of the Python half of a collective's `Work`, and its other half then waits for
 # ever, in functional collectives, which are DTensor's.
 USABLE = Version(torch.__version__) >= Version("2.7")

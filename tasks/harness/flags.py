@@ -9,10 +9,11 @@ from pathlib import Path
 
 import torch
 
-from utils.environment import env_rank, fail
-from utils.families import GPT2, ONLY_LLAMA
-from utils.measure import REPEATS_HELP
-from utils.presets import GPT2_PRESETS, PRESETS
+from harness.environment import env_rank, fail
+from harness.measure import REPEATS_HELP
+from loading.architectures import ONLY_LLAMA
+from loading.presets import GPT2_PRESETS, PRESETS
+from utils.families import GPT2
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 

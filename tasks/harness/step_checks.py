@@ -8,18 +8,12 @@ from itertools import chain
 import torch
 from torch.optim import SGD
 
-from utils.checkpoint import fingerprint
+from checkpoints.checkpoint import fingerprint
+from harness.model_checks import compared_layers, error_of_mean, model_step, number_of_parameters
+from harness.wider import WIDER, wider_copy
 from utils.errors import UserError
-from utils.model_checks import (
-    compared_layers,
-    error_of_mean,
-    mean_loss,
-    model_step,
-    number_of_parameters,
-    token_losses,
-)
+from utils.losses import mean_loss, token_losses
 from utils.shards import local_part, shard_of
-from utils.wider import WIDER, wider_copy
 
 ALL = slice(None)
 LARGE = 500e6  # parameters: beyond, the copies that take three steps fill the memory

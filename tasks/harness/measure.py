@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from shared_memory.traffic import bytes_sent
 from utils.errors import UserError
 from utils.families import base_of, embedding_of, norm_of
-from utils.traffic import bytes_sent
 
 REPEATS, LIMIT_S = 7, 120
 REPEATS_HELP = (

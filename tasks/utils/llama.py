@@ -1,0 +1,92 @@
+"""The seam to Hugging Face's Llama: hooks around it, what a split one refuses, and its labels.
+
+Shapes as in `utils/__init__.py`.
+"""
+
+import sys
+import weakref
+
+import torch
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
+
+
+def held(group):
+    """A function that returns `group`, for a module to have: deep copies of it have the same group.
+
+    copy.deepcopy cannot copy a process group, but takes a function as it is.
+    """
+    return lambda: group
+
+
+def bound(function, **given):
+    """As functools.partial, whose arguments copy.deepcopy would copy; see `held`."""
+    return lambda *args, **kwargs: function(*args, **given, **kwargs)
+
+
+def check_ordinary(model):
+    """ValueError for what is no ordinary LlamaForCausalLM, or has a plan."""
+    if type(model).__name__ != "LlamaForCausalLM":
+        raise ValueError(f"not an ordinary LlamaForCausalLM: {type(model).__name__}")
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        raise ValueError("weights are DTensors, which are not split by tokens here")
+
+
+def rope_of(config):
+    """The rotary settings of a LlamaConfig: {} or {"rope_type": ..., ...}."""
+    return getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+
+
+def check_ids(ids, vocab_size):
+    """IndexError for ids that no rank has, as from a whole embedding; else they would count as 0.
+
+    On a GPU the device asserts it, as ever, and nobody waits for it.
+    """
+    F.embedding(ids, torch.zeros((), device=ids.device).expand(vocab_size, 1))
+
+
+def next_tokens(labels, size, vocab_size, ignore_index=-100, shift_labels=None):
+    """Labels (B, S), shifted: the target of each of `size` tokens; the last has none.
+
+    Raises ValueError for labels that are not `size` and for `shift_labels`, labels that are shifted
+    already, and IndexError as `check_ids` does.
+    """
+    if shift_labels is not None:
+        raise ValueError("shift_labels: labels are shifted here")
+    if labels.shape != size:
+        raise ValueError(f"labels are {list(labels.shape)}, of tokens that are {list(size)}")
+    targets = F.pad(labels, (0, 1), value=ignore_index)[:, 1:]
+    check_ids(targets.masked_fill(targets == ignore_index, 0), vocab_size)
+    return targets
+
+
+def check_tokens(model):
+    """ValueError for PEFT's adapters that are not right where each rank has its own tokens."""
+    if "peft" in sys.modules:
+        from utils.adapters import check_by_token
+
+        check_by_token(model)
+
+
+class Guard:
+    """A pre-hook, of a model or of a part, that calls check(model).
+
+    It holds the model weakly, or this would not be freed at once. A deep copy of the model has its
+    own.
+    """
+
+    def __init__(self, model, check):
+        self.model, self.check = weakref.ref(model), check
+
+    def __call__(self, part, _):
+        self.check(self.model() or part)
+
+    def __deepcopy__(self, memo):
+        model = self.model()
+        return Guard(memo.get(id(model), model), self.check) if model else self
+
+
+def guard(model, check):
+    """Call check(model) in each forward of a LlamaForCausalLM, whenever its adapters were added."""
+    for part in model, model.model:  # PEFT, or a user, may call only one of them with its hooks
+        part.register_forward_pre_hook(Guard(model, check))

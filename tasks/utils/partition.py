@@ -1,0 +1,46 @@
+"""Who owns what, in numbers: shares of units and heads, the sides of a mesh, stages of layers."""
+
+from utils.errors import UserError
+
+
+def shard_range(items, parts, index):
+    """[start, stop) of share `index` when `items` are dealt to `parts` as evenly as possible."""
+    start = index * (items // parts) + min(index, items % parts)
+    return start, start + items // parts + (index < items % parts)
+
+
+def shard_heads(num_heads, num_kv_heads, ranks, rank):
+    """This rank's query heads, its KV heads, and the ranks that hold the same KV heads.
+
+    Query heads g*G .. g*G+G-1 attend to KV head g, G = N/K (GQA, arXiv 2305.13245), so a rank's
+    query heads must bring their KV heads along. Up to K ranks: whole KV groups are dealt out,
+    unevenly if need be. More than K: each group goes to several ranks, which split its query heads
+    and each hold a copy of its one KV head. Returns three (start, stop) pairs.
+    Raises UserError for more ranks than query heads.
+    """
+    if ranks > num_heads:
+        raise UserError(f"{num_heads} query heads: use 1 to {num_heads} ranks, not {ranks}")
+    group_size = num_heads // num_kv_heads
+    if ranks <= num_kv_heads:
+        first, stop = shard_range(num_kv_heads, ranks, rank)
+        return (first * group_size, stop * group_size), (first, stop), (rank, rank + 1)
+    for group in range(num_kv_heads):
+        holders = shard_range(ranks, num_kv_heads, group)
+        if holders[0] <= rank < holders[1]:
+            start, stop = shard_range(group_size, holders[1] - holders[0], rank - holders[0])
+            start, stop = group * group_size + start, group * group_size + stop
+            return (start, stop), (group, group + 1), holders
+    raise AssertionError(rank)
+
+
+def sides_of(P, outer, inner, rows=None, columns=None):
+    """(rows, columns) of P ranks as a mesh of the axes `outer` and `inner`; None: to be chosen.
+
+    Raises UserError where their product is not P.
+    """
+    columns = columns or (max(1, P // rows) if rows else 2 - P % 2)
+    rows = rows or max(1, P // columns)
+    if rows * columns != P:
+        raise UserError(f"--{outer} {rows} times --{inner} {columns} is not {P}, the number of "
+                        "ranks")  # fmt: skip
+    return rows, columns

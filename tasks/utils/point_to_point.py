@@ -1,0 +1,62 @@
+"""Messages from one rank to another: one tensor, a stream of them, or several at once."""
+
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+
+def send(tensor, target, group):
+    """Begin to send to a rank of `group`: the work, and the tensor, which must last until its end.
+
+    Through host memory by gloo, which sends nothing else from rank to rank.
+    """
+    if tensor.is_cuda and dist.get_backend(group) == "gloo":
+        tensor = tensor.cpu()
+    return dist.isend(tensor, group=group, group_dst=target), tensor
+
+
+def receive(source, group, shapes, like):
+    """Yield what a rank of `group` sends, tensors of these shapes. The next is always under way.
+
+    like: a tensor of their dtype and device.
+    """
+    device = "cpu" if dist.get_backend(group) == "gloo" else like.device
+
+    def post(shape):
+        tensor = torch.empty(shape, dtype=like.dtype, device=device)
+        return tensor, dist.irecv(tensor, group=group, group_src=source)
+
+    coming = post(shapes[0])
+    for shape in [*shapes[1:], None]:
+        tensor, work = coming
+        work.wait()
+        coming = shape and post(shape)
+        yield tensor.to(like.device)
+
+
+def exchange(sends, receives, group):
+    """Begin messages to and from ranks of `group`, all at once; the function that waits for them.
+
+    sends, receives: [(contiguous tensor, rank)]; what lies between two ranks is in the same order
+    on both. All must be left alone until then. Through host memory by gloo.
+    """
+    host = dist.get_backend(group) == "gloo"
+    there = [torch.empty_like(x, device="cpu") if host and x.is_cuda else x for x, _ in receives]
+    here = [x.cpu() if host else x for x, _ in sends]
+    message = partial(dist.P2POp, group=group)
+    ops = [message(dist.isend, x, group_peer=to) for x, (_, to) in zip(here, sends, strict=True)]
+    ops += [
+        message(dist.irecv, x, group_peer=of) for x, (_, of) in zip(there, receives, strict=True)
+    ]
+    works = dist.batch_isend_irecv(ops) if ops else []
+
+    def wait():
+        for work in works:
+            work.wait()
+        for x, (tensor, _) in zip(there, receives, strict=True):
+            if x is not tensor:
+                tensor.copy_(x)
+        here.clear()  # until now somebody had to have them
+
+    return wait

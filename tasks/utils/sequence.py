@@ -1,0 +1,193 @@
+"""A Llama on a split sequence: takes and gives whole sequences, works on a rank's own tokens.
+
+Task 4 and the ring share it; they differ in how tokens attend to those of other ranks. Shapes as in
+`utils/__init__.py`.
+"""
+
+import copy
+
+import torch
+import torch.nn.functional as F
+from transformers import LlamaForCausalLM
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from utils.collectives import gather_shares, sum_over_ranks
+from utils.errors import UserError
+from utils.llama import check_ids, check_ordinary, check_tokens, guard, held, next_tokens, rope_of
+from utils.losses import cross_entropy
+from utils.partition import shard_heads, shard_range
+
+
+def become(model, kind, group, name, attend):
+    """Make a LlamaForCausalLM one of `kind`, whose layers call `attend`; it and they have `group`.
+
+    name: of attend, in transformers' list. `model.before` are the configurations that it had, which
+    others may share. Weights may be `keep_shard`'s slices. Raises ValueError as `check_ordinary`
+    does, and UserError for RoPE that depends on the length of the sequence. Adapters that are not
+    right raise ValueError at the first forward, see `check_by_token`.
+    """
+    check_ordinary(model)
+    config = model.config
+    if (of_rope := rope_of(config).get("rope_type")) in ("dynamic", "longrope"):
+        raise UserError(f"RoPE {of_rope} depends on the sequence's length, which no rank sees")
+    model.before = config, model.generation_config
+    config, model.generation_config = map(copy.deepcopy, model.before)
+    ALL_ATTENTION_FUNCTIONS[name] = attend
+    config._attn_implementation = name
+    config.use_cache = model.generation_config.use_cache = False
+    for module in model.modules():
+        if hasattr(module, "config"):
+            module.config = config
+    for layer in model.model.layers:
+        layer.self_attn.get_group = held(group)
+    guard(model, check_tokens)
+    model.__class__, model.get_group = kind, held(group)
+    model.parts, model.multiple = group.size(), 1  # see `SequenceParallelLlama.padded`
+
+
+def heads_of(model):
+    """A rank's query heads and KV heads, of a model that may be tensor-parallel."""
+    attention = model.model.layers[0].self_attn
+    both = attention.q_proj, attention.k_proj
+    return [projection.out_features // attention.head_dim for projection in both]
+
+
+def share_heads(model, group):
+    """Tell a model's layers which heads each rank of `group` attends with."""
+    ranks = range(group.size())
+    heads = [shard_heads(*heads_of(model), group.size(), rank)[:2] for rank in ranks]
+    (first, stop), (first_key, stop_key) = heads[group.rank()]
+    for attention in (layer.self_attn for layer in model.model.layers):
+        attention.heads = heads
+        attention.num_key_value_groups = (stop - first) // (stop_key - first_key)
+
+
+def refuse(arguments, *names):
+    """Take these out of a forward's keyword arguments; ValueError where one is given."""
+    for name in names:
+        if torch.is_tensor(value := arguments.pop(name, None)) or value:
+            raise ValueError(f"{name}: not under sequence parallelism")
+
+
+def documents_of(position_ids):
+    """The number of each token's document, (B, S), of several in a row: where positions jump."""
+    return (position_ids.diff(prepend=position_ids[:, :1] - 1) != 1).cumsum(1)
+
+
+def sequence_mask(length, attention_mask=None, device=None):
+    """Of the whole sequence: which tokens a token may look at. It goes beside a rank's own tokens.
+
+    attention_mask: (B, S), 0 where a token is padding. Returns (B, 1, S, S), True where a token may
+    look; or, where nothing is padded, (1, 1, 1, S): one row for all, and the attention is causal.
+
+    Its last dim also tells `ulysses_attention` the length S. Hugging Face hands a mask of four dims
+    as it is to every layer, also when it recomputes one in the backward; other arguments not in all
+    versions, and an attribute could by then be that of another forward.
+    """
+    if attention_mask is None or attention_mask.all():
+        return torch.ones(1, 1, 1, length, dtype=torch.bool, device=device)
+    causal = torch.ones(length, length, dtype=torch.bool, device=attention_mask.device).tril()
+    seen = causal & attention_mask.bool()[:, None, None]
+    # What would see nothing, left padding, sees itself: else it might become NaN. (Hugging Face
+    # lets it see all or nothing, by version; no other token sees what comes of it.)
+    itself = torch.eye(length, dtype=torch.bool, device=attention_mask.device)
+    return seen | (itself & ~seen.any(-1, keepdim=True))
+
+
+def sum_of_losses(logits, targets):
+    """Sum over tokens of the cross-entropy; -100: no loss. (B, S, V), (B, S) -> a scalar.
+
+    At least float32. Zero, with a gradient of zeros, where a rank has no valid label at all: it
+    must still take part in the collectives of the backward.
+    """
+    return cross_entropy(logits, targets).sum()
+
+
+class SequenceParallelLlama(LlamaForCausalLM):
+    """Takes whole sequences, works on this rank's tokens, and gives what the whole model gives."""
+
+    def forward(
+        self, input_ids=None, attention_mask=None, position_ids=None, cache=None,
+        inputs_embeds=None, labels=None, use_cache=None, cache_position=None,
+        num_items_in_batch=None, return_dict=None, **kwargs,
+    ):  # fmt: skip
+        """As LlamaForCausalLM's, without a KV cache. All ranks are given the same, (B, S, ...).
+
+        Without attention_mask, position_ids that jump are those of packed documents, as in
+        transformers 5 with use_cache=False: tokens attend inside their own. Labels at their borders
+        are the caller's.
+
+        Logits come out whole, gathered from the ranks, unless `labels` are given: then
+        `output.logits` is this rank's (B, S/P, V), and the loss, a sum over all ranks' tokens
+        divided by the number of all valid labels, is the same on every rank. Backward, each rank
+        keeps the gradient of its own tokens' part of either, so nothing is counted P times.
+        Hidden states that are asked for are this rank's.
+
+        Raises ValueError for what depends on more than a rank's tokens: some arguments, and some of
+        PEFT's adapters (`check_by_token`).
+        """
+        refuse(kwargs, "logits_to_keep", "num_logits_to_keep", "output_attentions", "shift_labels")
+        if kwargs.pop("ignore_index", None) not in (None, -100):
+            raise ValueError("ignore_index: only -100 under sequence parallelism")
+        if cache is not None or kwargs.pop("past_key_values", None) is not None:
+            # One thing: transformers calls it `cache` from 5.24 on.
+            raise ValueError("cache, past_key_values: no KV cache under sequence parallelism")
+        if attention_mask is not None and attention_mask.dim() != 2:
+            raise ValueError("attention_mask must be (B, S)")
+        ids = input_ids if inputs_embeds is None else inputs_embeds
+        if inputs_embeds is None:
+            check_ids(ids, self.config.vocab_size)  # on all ranks, so that all raise
+        if labels is not None:
+            targets = next_tokens(labels, ids.shape[:2], self.config.vocab_size)
+        S = ids.shape[1]
+        length = self.padded(S)
+        tokens = self.tokens(length)
+
+        def mine(x, value=0):
+            if x is None:
+                return None
+            return F.pad(x, (0, 0) * (x.dim() - 2) + (0, length - S), value=value)[:, tokens]
+
+        if attention_mask is not None:
+            attention_mask = F.pad(attention_mask, (0, length - S), value=1)
+        seen = self.seen(length, attention_mask, ids.device)
+        if position_ids is None:
+            position_ids = torch.arange(S, device=ids.device)[None]
+        elif attention_mask is None and (position_ids.diff() != 1).any():
+            padded = F.pad(position_ids, (0, length - S)).expand(len(ids), -1)
+            seen = documents_of(padded)[:, None, None]
+        output = super().forward(
+            mine(input_ids), seen, mine(position_ids),
+            inputs_embeds=mine(inputs_embeds), use_cache=False, return_dict=True, **kwargs,
+        )  # fmt: skip
+        if labels is None:
+            output.logits = self.whole(output.logits, length)[:, :S]
+        else:
+            # The labels were shifted before they are split: the next may be another rank's.
+            loss = self.sum_of_losses(output.logits, mine(targets, -100))
+            if num_items_in_batch is None:
+                num_items_in_batch = (targets != -100).sum()
+            loss = sum_over_ranks(loss, self.get_group()) / num_items_in_batch
+            output = type(output)(loss=loss, **output)  # the loss first, as in the whole model's
+        return output.to_tuple() if return_dict is False else output
+
+    seen = staticmethod(sequence_mask)  # what attention is told; (length, padding mask, device)
+    sum_of_losses = staticmethod(sum_of_losses)  # a model's own, where its vocabulary is split
+
+    def padded(self, S):
+        """S, or more: each rank needs a token. What is added on the right, nobody sees."""
+        return -(-max(S, self.parts) // self.multiple) * self.multiple
+
+    def tokens(self, length):
+        """Which of a sequence's tokens this rank has."""
+        return slice(*shard_range(length, self.get_group().size(), self.get_group().rank()))
+
+    def whole(self, x, length):
+        """(B, length, ...), on all ranks, from each one's tokens."""
+        return gather_shares(x, 1, length, self.get_group())
+
+    def save_pretrained(self, *args, **kwargs):
+        """The whole model, as it was before: each rank has all weights."""
+        whole = copy.copy(self)
+        whole.__class__, (whole.config, whole.generation_config) = LlamaForCausalLM, self.before
+        return whole.save_pretrained(*args, **kwargs)
