@@ -26,9 +26,9 @@ from pipeline_llama import Pipeline, keep_stage
 from ring_attention import ring_parallelize
 from tp_llama import tensor_parallelize
 from ulysses_forward import sequence_parallelize
-from utils.collectives import sum_gradients
+from utils.gradients import sum_gradients
 from utils.shards import local_part, shard_of
-from utils.training_checks import trained
+from harness.training_checks import trained
 
 K, ROWS = 3, 6  # microbatches, and sequences in each
 
