@@ -28,7 +28,7 @@ from records import torchrun
 from shared_memory.traffic import Meter
 from tp_llama import tensor_parallelize
 from ulysses_forward import sequence_parallelize
-from utils.gradients import sum_gradients
+from utils.replicas import sum_gradients
 from utils.shards import shard_of
 
 COLLECTIVES = {

@@ -32,8 +32,8 @@ from shared_memory.traffic import bytes_sent
 from techniques import split_sequence
 from tp_ulysses import combine
 from utils.errors import UserError
-from utils.gradients import sum_gradients
 from utils.llama import next_tokens
+from utils.replicas import sum_gradients
 
 TILE = 512  # tokens whose logits are there at once
 WAYS = {  # name: (tp, flags of `combine`); tp -1: all ranks

@@ -21,7 +21,7 @@ from harness.measure import measure_memory, measure_time
 from harness.model_checks import expect_loss
 from records import here_and_now
 from ulysses_forward import sequence_parallelize
-from utils.gradients import sum_gradients
+from utils.replicas import sum_gradients
 
 
 def main():

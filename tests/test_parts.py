@@ -102,7 +102,7 @@ from transformers import LlamaForCausalLM
 from dtensor_llama import dtensor_parallelize
 from tp_llama import tensor_parallelize
 from ulysses_forward import sequence_parallelize
-from utils.gradients import sum_gradients
+from utils.replicas import sum_gradients
 from utils.shards import shard_of
 from shared_memory.group import NAME
 from shared_memory.slots import neighbourhood
