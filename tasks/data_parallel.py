@@ -34,15 +34,13 @@ import math
 import os
 import random
 import sys
-from contextlib import contextmanager
 from functools import partial, singledispatch
 from itertools import accumulate, pairwise
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.multiprocessing import Process, set_start_method
@@ -170,7 +168,7 @@ def shard_fully(model, mesh, by_layer=True):
     """FSDP2, in place: each layer's parameters, and all others, as slices; also on device meta.
 
     A unit's parameters are gathered while it runs. by_layer: each layer is a unit. If not, the
-    model is one unit, and is whole during the step: see `numbers_at_peak`.
+    model is one unit, and is whole during the step: see `harness.numbers_at_peak`.
     """
     if by_layer:
         for layer in layers_of(model):
@@ -256,78 +254,6 @@ def spawn(world_size, args):
         return harness.wait_for_all(processes)  # which joins them
 
 
-# ---------------------------------------------------------------- gradients in files
-
-
-FILE = "model{rank}_gradients.safetensors"
-
-
-def together(run, folder, function):
-    """function() on every rank; UserError on all of them if one cannot write to `folder`."""
-
-    def attempt():
-        try:
-            function()
-        except (OSError, SafetensorError) as error:
-            raise UserError(f"--gradients-dir {folder}: cannot be written ({error})") from None
-
-    run.together(attempt)
-
-
-def empty_folder(run, folder):
-    """Make the folder, without the files of an earlier run, which may have had more ranks."""
-
-    def prepare():
-        if run.rank == 0:
-            folder.mkdir(parents=True, exist_ok=True)
-            for path in folder.glob(FILE.format(rank="*")):
-                path.unlink()
-
-    together(run, folder, prepare)
-
-
-def write_gradients(run, folder, model):
-    """Write this rank's gradients to a file of `folder`. Called by all ranks."""
-    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    path = folder / FILE.format(rank=run.rank)
-    together(run, folder, partial(save_file, grads, path))
-    run.print_in_order(f"gradients of the first batch (rank={run.rank}): {path}")
-
-
-def read_gradients(folder):
-    """{rank: {parameter's name: gradient}} of the files of `folder`. UserError for bad ones."""
-    paths, before, files = sorted(folder.glob(FILE.format(rank="*"))), len("model"), {}
-    for path in paths:
-        try:
-            files[int(path.name[before:].split("_")[0])] = load_file(path)
-        except (OSError, ValueError, SafetensorError) as error:
-            raise UserError(f"{path}: cannot be read ({error})") from None
-    if sorted(files) != list(range(len(files))) or len(files) < 2:
-        raise UserError(
-            f"--compare-gradients {folder}: {len(files)} files {FILE.format(rank='N')},"
-            " but of ranks 0 to N, 2 or more, one each is needed"
-        )
-    return dict(sorted(files.items()))
-
-
-def compare_files(run, args):
-    """Check that the files of all ranks have the same gradients, to the bit."""
-    folder = args.compare_gradients
-    first, *others = read_gradients(folder).values()
-    run.print0(f"{folder}: gradients of {len(first)} parameters, by {1 + len(others)} ranks")
-    for rank, grads in enumerate(others, 1):
-        if {n: (g.shape, g.dtype) for n, g in grads.items()} != {
-            n: (g.shape, g.dtype) for n, g in first.items()
-        }:
-            raise UserError(f"{folder}: the file of rank {rank} has other tensors than rank 0's")
-        pairs = [(grads[name], grad) for name, grad in first.items()]
-        differ = sum(
-            checkpoints.fingerprint([a]) != checkpoints.fingerprint([b]) for a, b in pairs
-        )  # -0 is no 0
-        pairs.append((torch.tensor(float(differ)), torch.tensor(0.0)))
-        run.check(f"process {rank}: the gradients' bits are process 0's", pairs, tolerance=0.0)
-
-
 # ---------------------------------------------------------------- what is shown with it
 
 
@@ -335,29 +261,13 @@ def main():
     parser = harness.make_parser(__doc__, kinds=loading.ALL_FAMILIES)
     add = parser.add_argument
     add("--strategy", choices=["all", *STRATEGIES], help="default all; with --spawn by-hand")
+    add("--batch-size", type=harness.positive, default=8, help="sequences, of all ranks; default 8")
+    add("--seq-len", type=harness.positive, default=64, help="tokens of the longest; default 64")
     add(
-        "--batch-size",
-        type=harness.positive,
-        default=8,
-        help="sequences, of all ranks; default 8",
+        "--num-sequences", type=harness.positive, default=40, help="7 of 10 to train on; default 40"
     )
     add(
-        "--seq-len",
-        type=harness.positive,
-        default=64,
-        help="tokens of the longest; default 64",
-    )
-    add(
-        "--num-sequences",
-        type=harness.positive,
-        default=40,
-        help="7 of 10 to train on; default 40",
-    )
-    add(
-        "--epochs",
-        type=harness.natural,
-        default=2,
-        help="of training, after the checks; default 2",
+        "--epochs", type=harness.natural, default=2, help="of training, after the checks; default 2"
     )
     add("--lr", type=harness.rate, default=1e-4, help="AdamW's learning rate; default 1e-4")
     add("--text", help="a file, plain or JSON lines, or a URL; default own stories, or a book")
@@ -409,7 +319,7 @@ def main():
                 "--compare-gradients compares files in one process, without torchrun or --spawn"
             )
         args.model = "none"
-        harness.start(args, compare_files)
+        harness.start(args, harness.compare_files)
     if args.spawn and world_size > 1:
         harness.fail("--spawn starts processes itself: without torchrun")
     world_size = args.spawn or world_size
@@ -433,7 +343,7 @@ def show(run, args):
     if args.estimate:
         return
     if args.gradients_dir:  # before the work: it may not be writable
-        empty_folder(run, args.gradients_dir)
+        harness.empty_folder(run, args.gradients_dir)
     data = loading.read_samples(run, args.num_sequences, S, args.text, args.tokenizer)
     collate = partial(loading.pad, size=S)
     parts = [DataPartitioner(data).use(i) for i in range(2)]
@@ -444,10 +354,7 @@ def show(run, args):
         )
     harness.print_workers(run)
     loaders = [partition_dataset(part, B, collate)[0] for part in parts]
-    mesh, batches = (
-        run.mesh("dp"),
-        [loading.Batches(run, loader, collate) for loader in loaders],
-    )
+    mesh, batches = (run.mesh("dp"), [loading.Batches(run, loader, collate) for loader in loaders])
     loading.check_partitions(run, data, parts, batches)
     steps, reference, expected = list(batches[0]), None, None
     if args.memory_budget:
@@ -499,91 +406,22 @@ def train_within(run, args, mesh, batches):
     Both come afterwards, without the limit.
     """
     strategies, losses = STRATEGIES if args.strategy == "all" else [args.strategy], {}
-    warm_up(run)
+    harness.warm_up_adam(run)
     for strategy in strategies:
-        with limited_to(run, strategy, args.memory_budget):
+        with harness.limited_to_budget(run, strategy, args.memory_budget):
             replica = Replica(run, strategy, mesh)
             losses[strategy] = harness.train_by_epochs(
                 run, strategy, replica, batches, args.epochs, args.lr
             )
             del replica
     if harness.compares_changes(run):
-        own = error_of_loss(run, loading.gather_batch(run, next(iter(batches[0])))[1])
+        own = harness.error_of_loss(run, loading.gather_batch(run, next(iter(batches[0])))[1])
         expected = harness.losses_alone(run, batches, args.epochs, args.lr)
         for strategy in strategies:
             harness.check_losses(run, strategy, losses[strategy], expected, own)
     if "fsdp2" in strategies and run.world_size > 1:
         for by_layer in True, False:
             check_peak(run, mesh, by_layer)
-
-
-@contextmanager
-def limited_to(run, strategy, budget):
-    """`limited_memory`; what does not fit is one line that names the strategy."""
-    run.print0(
-        f"{strategy}: {budget / 2**30:.2f} GiB for weights, gradients, Adam's states and "
-        "activations of each rank"
-    )
-    try:
-        with harness.limited_memory(run.device, budget):
-            yield
-    except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
-        if not harness.is_for_memory(error):
-            raise
-        raise UserError(
-            f"out of memory: {strategy} does not train {run.source.name} with {budget / 2**30:.2f} "
-            f"GiB on each of {run.world_size} rank(s); take more ranks, or more --memory-budget"
-        ) from None
-
-
-def warm_up(run):
-    """A step of Adam on one number: what PyTorch imports for it is no part of a budget."""
-    number = torch.nn.Parameter(torch.zeros(1, device=run.device))
-    number.grad = torch.zeros_like(number)
-    torch.optim.AdamW([number]).step()
-
-
-@torch.no_grad()
-def error_of_loss(run, batch):
-    """The error of the reference's mean loss, see `error_of_mean`, of the whole batch."""
-    ids, mask, labels = batch
-
-    def losses(model):
-        logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
-        return [token_losses(logits, labels)]
-
-    return harness.error_of_mean(*run.expect(losses, run.references(run.load_reference()))[0])
-
-
-def numbers_at_peak(run, by_layer):
-    """What a rank of P holds at most in a step with FSDP2, of few tokens: so many numbers.
-
-    Its shares of weights and of Adam's states are 3 W / P. In the backward each unit has its
-    gradients whole, and once more in the order in which they are summed; what is done is a share.
-    The root, with what no layer has, is whole from the forward on. Of a head, of its gradient, and
-    of L layers the peak is the larger of
-
-        4 layers + root + head + (L - 2) layers / P     a layer, when the next one is gathered
-        2 roots + (W - root) / P                        the root, at the end
-
-    If the model is one unit, it is the root: 3 W / P + 2 W. (The CPU copies once more those
-    gradients whose rows do not divide by P. A tied head has a gradient of its own, which is added
-    to the embedding's.)
-    """
-    P, model = run.world_size, run.source.empty_model()
-    layers = layers_of(model) if by_layer else []
-    inside = {id(p) for layer in layers for p in layer.parameters()}
-    parameters = dict.fromkeys(model.parameters())
-    of_root = [p for p in parameters if id(p) not in inside]
-    whole, root = (sum(p.numel() for p in some) for some in (parameters, of_root))
-    head = model.lm_head.weight.numel()
-    tied = run.source.config.tie_word_embeddings
-    once_more = [p.numel() for p in of_root if p.shape[0] % P and run.device.type == "cpu"]
-    moments = [2 * root + (whole - root) / P + max(sum(once_more), 2 * head * tied)]
-    if layers:
-        layer = sum(p.numel() for p in layers[0].parameters())
-        moments.append(4 * layer + root + head + max(0, len(layers) - 2) * layer / P)
-    return 3 * whole / P + max(moments)
 
 
 def check_peak(run, mesh, by_layer):
@@ -597,7 +435,7 @@ def check_peak(run, mesh, by_layer):
     weights, _, states = harness.bytes_held(model, optimizer)
     optimizer.zero_grad()
     peak = weights + states + sum(harness.record_memory(step, run.device)[1].values())
-    said = numbers_at_peak(run, by_layer) * run.dtype.itemsize
+    said = harness.numbers_at_peak(run, by_layer) * run.dtype.itemsize
     copies = 4 * sum(map(math.prod, run.source.shapes.values())) * run.dtype.itemsize
     name = f"fsdp2, {'each layer a unit' if by_layer else 'the model one unit'}"
     mib = [size / 2**20 for size in (peak, said, copies)]
@@ -614,9 +452,11 @@ def check_peak(run, mesh, by_layer):
 def check_files(run, replica, batch, folder, reference):
     """Each rank's gradients of a batch go to a file; the file has the single rank's gradients."""
     replica.step(batch)
-    write_gradients(run, folder, replica.model)
+    harness.write_gradients(run, folder, replica.model)
     if reference:
-        grads = load_file(folder / FILE.format(rank=run.rank), device=str(run.device))
+        grads = load_file(
+            folder / harness.GRADIENTS_FILE.format(rank=run.rank), device=str(run.device)
+        )
         for name, parameter in replica.model.named_parameters():
             parameter.grad = grads.get(name)
         reference.compare_gradients(run, "by-hand, in files", replica.model)

@@ -39,12 +39,12 @@ from torch.distributed.tensor.parallel import (
 import harness
 from utils.collectives import group_of_axis, subgroup, sum_over_ranks
 from utils.errors import UserError
+from utils.gradients import local_part
 from utils.llama import held, next_tokens
 from utils.partition import shard_heads
 from utils.shards import (
     SharedLinear,
     keep_shard,
-    local_part,
     local_rows,
     refuse_as_whole,
     shard_of,

@@ -259,18 +259,8 @@ def main():
         default=["A quick brown fox", "One day", "The cat and the dog went to"],
         help="texts to continue, as one batch; default %(default)s",
     )
-    add(
-        "--new-tokens",
-        type=harness.positive,
-        default=10,
-        help="tokens to continue by; default 10",
-    )
-    add(
-        "--prompt-len",
-        type=harness.positive,
-        default=128,
-        help="tokens, when timed; default 128",
-    )
+    add("--new-tokens", type=harness.positive, default=10, help="tokens to continue by; default 10")
+    add("--prompt-len", type=harness.positive, default=128, help="tokens, when timed; default 128")
     add("--repeats", type=harness.natural, help=harness.REPEATS_HELP)
     harness.start(parser.parse_args(), show)
 

@@ -322,24 +322,9 @@ def main():
     parser = harness.make_parser(__doc__, kinds=loading.ALL_FAMILIES)
     add, names = parser.add_argument, [*BY_HAND, *BY_TORCH]
     add("--schedule", choices=["all", *names], default="all", help="default all of them")
-    add(
-        "--batch-size",
-        type=harness.positive,
-        default=8,
-        help="sequences in a batch; default 8",
-    )
-    add(
-        "--microbatches",
-        type=harness.positive,
-        default=4,
-        help="pieces of a batch; default 4",
-    )
-    add(
-        "--stages-per-rank",
-        type=harness.positive,
-        default=2,
-        help="in the last two; default 2",
-    )
+    add("--batch-size", type=harness.positive, default=8, help="sequences in a batch; default 8")
+    add("--microbatches", type=harness.positive, default=4, help="pieces of a batch; default 4")
+    add("--stages-per-rank", type=harness.positive, default=2, help="in the last two; default 2")
     add("--seq-len", type=harness.positive, default=64, help="tokens a sequence; default 64")
     add(
         "--memory-budget",

@@ -435,12 +435,7 @@ def one_after_the_other(whole, rows, loss):
 def main():
     parser = harness.make_parser(__doc__, kinds=loading.ALL_FAMILIES)
     add = parser.add_argument
-    add(
-        "--batch-size",
-        type=harness.positive,
-        default=8,
-        help="sequences in a batch; default 8",
-    )
+    add("--batch-size", type=harness.positive, default=8, help="sequences in a batch; default 8")
     add(
         "--split-size",
         type=harness.positive,
@@ -448,12 +443,7 @@ def main():
         help="sequences in a microbatch; default 2",
     )
     add("--seq-len", type=harness.positive, default=64, help="tokens a sequence; default 64")
-    add(
-        "--threads",
-        type=harness.positive,
-        default=2,
-        help="devices, one thread each; default 2",
-    )
+    add("--threads", type=harness.positive, default=2, help="devices, one thread each; default 2")
     add("--repeats", type=harness.natural, help=harness.REPEATS_HELP)
     add(
         "--model-parallel-mode",
@@ -490,10 +480,7 @@ def show(run, args):
         return show_training(run, args, devices)
     ids = harness.make_batch(run, args.batch_size, args.seq_len)[0]
     stops = balance(harness.measure_costs(run, args.seq_len), len(devices))
-    reference, model = (
-        harness.Reference(run, (ids, torch.ones_like(ids), ids)),
-        run.load_model(),
-    )
+    reference, model = (harness.Reference(run, (ids, torch.ones_like(ids), ids)), run.load_model())
     split = ModelParallel(model, stops, devices)
     split._prepare_pipeline_parallel(args.split_size)
     whole, rows = split.sequential, ids.split(args.split_size)
@@ -663,10 +650,7 @@ def expect_epochs(run, batches, epochs, lr):
     `checks.Comparison.references`. The model's gradients are what the training has changed.
     """
     model = run.load_reference()
-    models = [
-        model,
-        *([harness.wider_copy(model)] if run.dtype in harness.WIDER else []),
-    ]
+    models = [model, *([harness.wider_copy(model)] if run.dtype in harness.WIDER else [])]
     steps, validation = (list(each) for each in batches)
 
     def train(model):

@@ -313,18 +313,8 @@ def main():
         type=harness.positive,
         help="train so often on each document; default by --steps",
     )
-    add(
-        "--warm-up",
-        type=harness.natural,
-        default=4,
-        help="steps with a smaller rate; default 4",
-    )
-    add(
-        "--lr",
-        type=harness.rate,
-        default=1e-3,
-        help="AdamW's largest learning rate; default 1e-3",
-    )
+    add("--warm-up", type=harness.natural, default=4, help="steps with a smaller rate; default 4")
+    add("--lr", type=harness.rate, default=1e-3, help="AdamW's largest learning rate; default 1e-3")
     add("--output-dir", type=Path, help="for checkpoints, and model/ at the end; default none")
     add("--save-every", type=harness.positive, default=100, help="steps; default 100")
     add("--resume", action="store_true", help="go on there, by the same flags; default no")

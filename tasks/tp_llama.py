@@ -245,13 +245,7 @@ def show(run, args):
         harness.show_model(run, harness.Workload.of(args), parallelize)
     else:
         whole = "norm", "embed_tokens", "lm_head"
-        harness.show_model(
-            run,
-            harness.Workload.of(args),
-            parallelize,
-            harness.plain_loss,
-            whole,
-        )
+        harness.show_model(run, harness.Workload.of(args), parallelize, harness.plain_loss, whole)
 
 
 if __name__ == "__main__":

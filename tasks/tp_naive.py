@@ -179,10 +179,7 @@ def main():
     parser = harness.make_parser(__doc__)
     add = parser.add_argument
     add(
-        "--batch-size",
-        type=harness.positive,
-        default=4,
-        help="inputs of the two layers; default 4",
+        "--batch-size", type=harness.positive, default=4, help="inputs of the two layers; default 4"
     )
     add("--iterations", type=harness.positive, default=2, help="of training; default 2")
     add("--lr", type=harness.rate, default=0.1, help="learning rate of SGD; default 0.1")

@@ -63,12 +63,7 @@ def main():
         type=harness.positive,
         help="sequences of the padded batch, default 2; with --memory-budget default 1",
     )
-    add(
-        "--seq-len",
-        type=harness.positive,
-        default=64,
-        help="its tokens a sequence; default 64",
-    )
+    add("--seq-len", type=harness.positive, default=64, help="its tokens a sequence; default 64")
     add("--iterations", type=harness.positive, default=5, help="of each training; default 5")
     add("--lr", type=harness.rate, default=0.02, help="of SGD; default 0.02")
     instead(
@@ -196,11 +191,7 @@ def train_within(run, mesh, args):
         optimizer = SGD(model.parameters(), args.lr)
         trained.append(
             harness.train_on_batch(
-                model,
-                harness.own_loss,
-                (ids, None, labels),
-                optimizer,
-                args.iterations,
+                model, harness.own_loss, (ids, None, labels), optimizer, args.iterations
             )
         )
 
@@ -218,9 +209,7 @@ def train_within(run, mesh, args):
         expected = run.expect(partial(losses_by_sequence, ids, labels), references)[0]
     means = [mean_loss(of, labels) for of in expected]
     run.check(
-        "loss of the first iteration",
-        [(losses[0], *means)],
-        own=harness.error_of_mean(*expected),
+        "loss of the first iteration", [(losses[0], *means)], own=harness.error_of_mean(*expected)
     )
 
 

@@ -43,12 +43,12 @@ from tqdm import tqdm
 import checkpoints
 import harness
 import loading
-from memory.long_sequence import sequence_loss
-from ring_attention import ring_parallelize
 from ulysses_forward import sequence_parallelize
 from utils.collectives import all_gather
 from utils.errors import UserError
-from utils.gradients import new_gradients, sum_gradients
+from utils.gradients import new_gradients
+from utils.llama import llama_of, trained_parameters
+from utils.replicas import sum_gradients
 from utils.sequence import documents_of, sum_of_losses
 
 LR = {"prompt": 1e-3, "lora": 1e-3, "none": 1e-4}
@@ -89,7 +89,7 @@ def shard_loss(model, ids, mesh, techniques=None):
     targets         (B, n + S)          (B, (n+S)/P)        virtual tokens are none; shifted once
     logits                              (B, (n+S)/P, V)     or a few tokens', with techniques
     """
-    base, prompt = harness.base_of(model), virtual_tokens(model, len(ids))
+    base, prompt = llama_of(model), virtual_tokens(model, len(ids))
     n, embed = prompt.shape[1], base.get_input_embeddings()
     if ids.dim() == 3:
         ids, places = ids.unbind(1)
@@ -113,6 +113,8 @@ def shard_loss(model, ids, mesh, techniques=None):
     targets = F.pad(labels, (0, 1), value=-100)[:, 1:]
     targets, count = targets[:, mine], (targets != -100).sum()
     if techniques:  # which check the adapters
+        from memory.long_sequence import sequence_loss
+
         return sequence_loss(base, embeddings, targets, length, mesh, techniques, places) / count
     documents = documents_of(places)
     seen = documents[:, None, None] if documents.any() else base.seen(length, device=ids.device)
@@ -127,7 +129,7 @@ def forward_backward(model, ids, mesh, techniques=None, norms=None):
     Several microbatches before an optimizer step add up: each call sums its own gradients alone.
     norms: a list that gets the norm of each gradient before the sum, of this rank's tokens alone.
     """
-    parameters = harness.trained(model).values()
+    parameters = trained_parameters(model).values()
     loss = shard_loss(model, ids, mesh, techniques)
     with new_gradients(parameters):
         loss.backward()
@@ -162,7 +164,7 @@ def train(run, model, optimizer, forward_backward, batches, losses, steps, save)
     was such a signal.
     """
     parameters, stopped, seconds, interrupted = (
-        harness.trained(model),
+        trained_parameters(model),
         harness.catch_signals(),
         [],
         False,
@@ -173,7 +175,7 @@ def train(run, model, optimizer, forward_backward, batches, losses, steps, save)
         optimizer.zero_grad()
         loss = forward_backward(model, batches(i), norms=norms)
         mine = torch.stack([x.double() for x in (loss, loss.new_tensor(len(stopped)), *norms)])
-        parts, stops, *norms = all_gather(mine, harness.base_of(model).get_group()).T.tolist()
+        parts, stops, *norms = all_gather(mine, llama_of(model).get_group()).T.tolist()
         refuse_nan(i, "the loss", parts)
         for name, of_ranks in zip(parameters, norms, strict=True):
             refuse_nan(i, f"the gradient of {name}", of_ranks)
@@ -308,19 +310,16 @@ def finetune(run, args):
         harness.load_adapted, run, adapter, checkpointing=args.gradient_checkpointing
     )
     mesh = run.mesh("sp")
+    from ring_attention import ring_parallelize
+
     split = ring_parallelize if args.attention == "ring" else sequence_parallelize
     model = run.together(lambda: load_model(partial(split, mesh=mesh)))
-    parameters, total = (
-        harness.trained(model),
-        sum(p.numel() for p in model.parameters()),
-    )
+    parameters, total = (trained_parameters(model), sum(p.numel() for p in model.parameters()))
     count = sum(p.numel() for p in parameters.values())
     run.print0(f"Parameters: {count} trainable / {total} total")
     harness.check_replicas(run, parameters, "before")
     same = {f"--{name.replace('_', '-')}": getattr(args, name) for name in SAME}
-    store.find(
-        harness.identity_of_finetuning(same, run.source.config, harness.base_of(model), rows)
-    )
+    store.find(harness.identity_of_finetuning(same, run.source.config, llama_of(model), rows))
     if techniques := harness.techniques_of(args, run.device):
         techniques = harness.possible_techniques(run, model, techniques)
     compute, checked = partial(forward_backward, mesh=mesh, techniques=techniques), None

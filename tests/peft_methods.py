@@ -31,7 +31,7 @@ from tp_ulysses import combine
 from ulysses_finetune import shard_loss
 from ulysses_forward import sequence_parallelize
 from utils import adapters
-from utils.gradients import sum_gradients
+from utils.replicas import sum_gradients
 
 CAUSAL = dict(task_type="CAUSAL_LM")
 LINEAR = CAUSAL | dict(target_modules=["q_proj", "v_proj", "o_proj", "down_proj"])

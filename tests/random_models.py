@@ -30,8 +30,8 @@ from loading.models import TRANSFORMERS_4, Source
 from tp_llama import tensor_parallelize
 from ulysses_forward import sequence_parallelize
 from utils.errors import UserError
-from utils.gradients import sum_gradients
 from utils.llama import rope_of
+from utils.replicas import sum_gradients
 from utils.shards import shard_of
 
 CPU = torch.device("cpu")  # behind the imports above: those below put other folders first

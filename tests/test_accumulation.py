@@ -26,9 +26,10 @@ from pipeline_llama import Pipeline, keep_stage
 from ring_attention import ring_parallelize
 from tp_llama import tensor_parallelize
 from ulysses_forward import sequence_parallelize
-from utils.collectives import sum_gradients
-from utils.shards import local_part, shard_of
-from utils.training_checks import trained
+from utils.replicas import sum_gradients
+from utils.gradients import local_part
+from utils.shards import shard_of
+from utils.llama import trained_parameters
 
 K, ROWS = 3, 6  # microbatches, and sequences in each
 
@@ -38,7 +39,7 @@ def one_batch(model, ids):
 
 def compare(name, model, whole):
     # The microbatches have as many labels each, so the batch's loss is the mean of theirs.
-    for parameter_name, mine in trained(model).items():
+    for parameter_name, mine in trained_parameters(model).items():
         grad = whole.get_parameter(parameter_name).grad
         expected, bound = grad[shard_of(mine)], 1e-5 * grad.abs().max().item()
         assert bound > 0, parameter_name
@@ -174,7 +175,8 @@ def dtensors(ids):
         compare("tokens and FSDP2", model, whole)
         refused(lambda: sum_gradients(model.parameters(), other), "sums over these ranks already")
         model.zero_grad(set_to_none=to_none)
-    refused(lambda: sum_gradients(trained(model).values(), one), "summed by DTensor or FSDP2")
+    trained = trained_parameters(model).values()
+    refused(lambda: sum_gradients(trained, one), "summed by DTensor or FSDP2")
     model = dtensor_parallelize(ordinary(), other)
     backward(model, one)
     refused(lambda: data_parallel.average_gradients(model, other), "whose mesh has several")

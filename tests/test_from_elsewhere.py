@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaForCausalLM
 from tp_llama import tensor_parallelize
 from ulysses_forward import sequence_parallelize
-from utils.collectives import sum_gradients
+from utils.replicas import sum_gradients
 from utils.shards import shard_of
 
 if __name__ == "__main__":

@@ -102,10 +102,10 @@ from transformers import LlamaForCausalLM
 from dtensor_llama import dtensor_parallelize
 from tp_llama import tensor_parallelize
 from ulysses_forward import sequence_parallelize
-from utils.collectives import sum_gradients
+from utils.replicas import sum_gradients
 from utils.shards import shard_of
-from utils.shared_group import NAME
-from utils.shared_memory import neighbourhood
+from shared_memory.group import NAME
+from shared_memory.slots import neighbourhood
 
 if __name__ == "__main__":
     dist.init_process_group(NAME if neighbourhood() else "gloo")
@@ -432,7 +432,7 @@ import sys
 sys.path.insert(0, {tasks!r})
 from types import SimpleNamespace
 import torch
-from utils import environment
+from harness import environment
 environment.find_spec = lambda _: SimpleNamespace(origin={needs_nccl!r})
 torch.distributed.is_nccl_available = lambda: True
 print("loaded", environment.nccl_version())

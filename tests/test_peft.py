@@ -33,7 +33,8 @@ from ring_attention import ring_parallelize
 from tp_llama import tensor_parallelize
 from tp_ulysses import combine
 from ulysses_forward import sequence_parallelize
-from utils.shards import local_part, shard_of
+from utils.gradients import local_part
+from utils.shards import shard_of
 
 def step(model):
     model.zero_grad()

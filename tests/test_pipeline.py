@@ -526,8 +526,8 @@ from functools import partial
 import torch, torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from pipeline_llama import Pipeline, keep_stage
-from utils.model_checks import plain_loss
-from utils.models import Source
+from harness.model_checks import plain_loss
+from loading.models import Source
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")

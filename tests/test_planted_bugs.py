@@ -435,8 +435,8 @@ BUGS = {
         "all_reduce_(flat.div_(group.size()), group)", "grad",
     ),
     "another learning rate": (
-        "ulysses_finetune", 2, "training_checks.py", "trained(model).values(), lr",
-        "trained(model).values(), lr * (1 + ('Sequence' in str(type(base_of(model))))"
+        "ulysses_finetune", 2, "training_checks.py", "trained_parameters(model).values(), lr",
+        "trained_parameters(model).values(), lr * (1 + ('Sequence' in str(type(llama_of(model))))"
         " / 100)", "losses|after a step",
     ),
     "the adapter's replicas begin differently": (
@@ -594,9 +594,9 @@ BUGS = {
         "loss in float32",
     ),
     "an optimizer has other betas": (
-        "ulysses_finetune", 2, "training_checks.py", "trained(model).values(), lr",
-        "trained(model).values(), lr,"
-        " betas=(0.9, 0.999 - 1e-4 * ('Sequence' in str(type(base_of(model)))))", "after a step",
+        "ulysses_finetune", 2, "training_checks.py", "trained_parameters(model).values(), lr",
+        "trained_parameters(model).values(), lr,"
+        " betas=(0.9, 0.999 - 1e-4 * ('Sequence' in str(type(llama_of(model)))))", "after a step",
     ),
     "ranks' norms learn differently": (
         "tp_llama", 2, "collectives.py", "return all_reduce(grad, ctx.group), None",
@@ -876,8 +876,8 @@ BUGS = {
     ),
     "gradients go to their file before the average": (
         "data_parallel --strategy by-hand", 2, "data_parallel.py",
-        "    replica.step(batch)\n    write_gradients(",
-        "    forward_backward(replica.model, batch, replica.group)\n    write_gradients(",
+        "    replica.step(batch)\n    harness.write_gradients(",
+        "    forward_backward(replica.model, batch, replica.group)\n    harness.write_gradients(",
         "by-hand, in files: gradients",
     ),
     "a file has the gradients of another batch": (
@@ -1189,24 +1189,24 @@ BUGS = {
         "whole[part] = piece * (part[2].start == 0)", "grad",
     ),
     "the lookup learns nothing": (
-        "tp_ulysses --megatron-sp", 2, "tp_ulysses.py", "llama.embed_tokens.part(ids)",
+        "tp_ulysses --megatron-sp", 2, "megatron_sp.py", "llama.embed_tokens.part(ids)",
         "llama.embed_tokens.part(ids).detach()", "embed_tokens.weight grad",
     ),
     "a norm's gradient is of this rank's tokens": (
-        "tp_ulysses --megatron-sp", 2, "tp_ulysses.py", "partial(all_reduce, group=group)",
+        "tp_ulysses --megatron-sp", 2, "megatron_sp.py", "partial(all_reduce, group=group)",
         "lambda grad: grad", "layernorm.weight grad|same bits",
     ),
     "a gather's gradient is one rank's": (
-        "tp_ulysses --megatron-sp", 2, "tp_ulysses.py", "return sum_of(grad, ctx.group), None",
+        "tp_ulysses --megatron-sp", 2, "megatron_sp.py", "return sum_of(grad, ctx.group), None",
         "return grad.chunk(ctx.group.size(), 1)[ctx.group.rank()], None", "grad",
     ),
     "all ranks of a row take the same tokens": (
-        "tp_ulysses --megatron-sp", 2, "tp_ulysses.py", "(group.size(), -1))[:, group.rank()]",
+        "tp_ulysses --megatron-sp", 2, "megatron_sp.py", "(group.size(), -1))[:, group.rank()]",
         "(group.size(), -1))[:, 0]", "logits",
     ),
     "gradients are added up along the wrong axis": (
         "tp_ulysses --model random/small --num-layers 1", 4, "tp_ulysses.py",
-        'mesh["sp"],\n        parallelize', 'mesh["tp"],\n        parallelize', "grad",
+        'Workload.of(args), mesh["sp"],', 'Workload.of(args), mesh["tp"],', "grad",
     ),
     "a block's sum is sent twice": (
         "tp_ulysses", 2, "collectives.py",
@@ -1220,7 +1220,7 @@ BUGS = {
         "bound(sum_of_losses, rows=(rows[0] + 1, rows[1] + 1),", "loss",
     ),
     "neighbours deal out tokens backwards": (
-        "tp_ulysses --sequence usp --tp 1 --ulysses 2", 4, "tp_ulysses.py",
+        "tp_ulysses --sequence usp --tp 1 --ulysses 2", 4, "usp.py",
         "inner.size(), inner.rank()))]",
         "inner.size(), inner.size() - 1 - inner.rank()))]", "logits",
     ),

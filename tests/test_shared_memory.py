@@ -55,7 +55,7 @@ import datetime, os, sys, time
 sys.path.insert(0, {tasks!r})
 import torch
 import torch.distributed as dist
-from utils.shared_group import NAME
+from shared_memory.group import NAME
 
 if __name__ == "__main__":
     timeout = datetime.timedelta(seconds=3)
@@ -166,7 +166,7 @@ sys.path.insert(0, {tasks!r})
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-from utils.shared_group import NAME
+from shared_memory.group import NAME
 
 def is_sum(x, group=None):
     dist.all_reduce(x, group=group)
@@ -294,7 +294,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor import DTensor
-from utils import shared_group
+from shared_memory import group as shared_group
 
 def grads(model):
     found = [p.grad for p in model.parameters()]

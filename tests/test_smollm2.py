@@ -108,7 +108,7 @@ def test_killed(registry, trusted, cache, converted):
     code = f"""if True:
         import pathlib, sys, time
         sys.path.insert(0, {str(launch.TASKS)!r})
-        from utils import smollm2
+        from loading import smollm2
         smollm2.WHEELS = {smollm2.WHEELS!r}
         def convert(file, reader, model):
             model.mkdir()

@@ -419,7 +419,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from peft import PromptTuningConfig, get_peft_model
 from transformers import DynamicCache, LlamaForCausalLM, PreTrainedTokenizerFast
 from ulysses_forward import sequence_parallelize
-from utils.collectives import sum_gradients
+from utils.replicas import sum_gradients
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")

@@ -26,7 +26,7 @@ from harness.model_checks import expect_loss
 from shared_memory.traffic import Meter
 from tp_llama import tensor_parallelize
 from ulysses_forward import sequence_parallelize
-from utils.gradients import sum_gradients
+from utils.replicas import sum_gradients
 from utils.shards import shard_of
 
 COLLECTIVES = {

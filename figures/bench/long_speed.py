@@ -21,10 +21,10 @@ from harness.finetune import adapter_config, default_tile_mib, load_adapted
 from harness.flags import make_parser, positive
 from harness.job import start
 from harness.measure import interleave, num_threads, ratio
-from harness.training_checks import base_of
 from memory.long_sequence import Techniques
 from ulysses_finetune import forward_backward
 from ulysses_forward import sequence_parallelize
+from utils.llama import llama_of
 
 
 def main():
@@ -51,7 +51,7 @@ def measure(run, args):
 
     def step(name, mesh, techniques):
         if mesh:  # else rank 0 is alone with it
-            base_of(model).get_group = mesh.get_group  # by which it deals out its tokens
+            llama_of(model).get_group = mesh.get_group  # by which it deals out its tokens
             with num_threads(own_threads * (run.world_size // mesh.size())):
                 losses[name] = forward_backward(model, ids, mesh, techniques)
             model.zero_grad()

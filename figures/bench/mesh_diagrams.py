@@ -30,7 +30,7 @@ from ring_attention import (
 from shared_memory.traffic import Meter
 from tp_ulysses import combine
 from utils.errors import UserError
-from utils.gradients import sum_gradients
+from utils.replicas import sum_gradients
 from utils.shards import shard_of
 
 LAYOUTS = {"contiguous": False, "zigzag": True}

@@ -22,12 +22,13 @@ from harness.finetune import adapter_config, default_tile_mib, load_adapted
 from harness.flags import make_parser, positive
 from harness.job import start
 from harness.measure import peak_memory_of_process
-from harness.training_checks import base_of, expect_step
+from harness.training_checks import expect_step
 from memory import saved_outputs
 from memory.long_sequence import Techniques, possible
 from ulysses_finetune import forward_backward
 from ulysses_forward import sequence_parallelize
 from utils.errors import UserError
+from utils.llama import llama_of
 
 
 class OverTime(Exception):
@@ -86,10 +87,10 @@ def measure(run, args, path):
     """The step, and its record, into path."""
     adapter, mesh = adapter_config("prompt"), run.mesh("sp")
     model = load_adapted(run, adapter, partial(sequence_parallelize, mesh=mesh))
-    config, layers = run.source.config, len(base_of(model).model.layers)
+    config, layers = run.source.config, len(llama_of(model).model.layers)
     tile = default_tile_mib(run.device) * 2**20
     techniques = Techniques(offload=args.offload, tile_bytes=tile)
-    if why := possible(base_of(model), techniques)[1]:
+    if why := possible(llama_of(model), techniques)[1]:
         raise UserError(f"{why}: not all techniques that this step is to show are possible")
     ids = torch.randint(config.vocab_size, (1, args.positions - 32), device=run.device)
     record = here_and_now(run.device.type, 1) | {

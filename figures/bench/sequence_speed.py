@@ -27,8 +27,8 @@ from harness.memory_profile import record_memory
 from shared_memory.traffic import bytes_sent
 from tp_ulysses import combine
 from utils.errors import UserError
-from utils.gradients import sum_gradients
 from utils.llama import next_tokens
+from utils.replicas import sum_gradients
 
 TILE = 512  # tokens whose logits are there at once
 WAYS = {  # name: (tp, flags of `combine`); tp -1: all ranks

@@ -37,7 +37,7 @@ from harness.tolerance import LIMITS, judge, measure, worst_relative
 from loading.text import own_text
 from tp_llama import tensor_parallelize
 from ulysses_forward import sequence_parallelize
-from utils.gradients import sum_gradients
+from utils.replicas import sum_gradients
 
 ODD = "odd Llama"  # of the tests: sizes that divide by nothing, biases, an untied head
 MODELS = {  # flags, and on how many ranks

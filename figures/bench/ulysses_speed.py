@@ -17,7 +17,7 @@ from harness.job import start
 from harness.measure import measure_memory, measure_time
 from harness.model_checks import expect_loss
 from ulysses_forward import sequence_parallelize
-from utils.gradients import sum_gradients
+from utils.replicas import sum_gradients
 
 
 def main():

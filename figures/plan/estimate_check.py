@@ -34,8 +34,8 @@ from shared_memory.traffic import bytes_sent
 from tp_llama import tensor_parallelize
 from tp_ulysses import combine
 from ulysses_forward import sequence_parallelize
-from utils.gradients import sum_gradients
 from utils.partition import shard_range
+from utils.replicas import sum_gradients
 
 GIB, LARGE = 2**30, 2**28  # bytes from which on the peaks are compared
 

@@ -1,12 +1,9 @@
-"""Checkpoints of a training, each written whole or not at all.
+"""Checkpoints of a training, each written whole or not at all; loaded as `harness` is.
 
-`import checkpoints` loads nothing, see `harness/__init__.py`.
+checkpoint:             of what one rank has, or all ranks have alike
+sharded_checkpoint:     of slices, which another number of ranks can read
 """
 
 from utils import load_when_used
 
-ROOMS = {
-    "checkpoint": "Checkpoints fingerprint",  # of what one rank has, or all have alike
-    "sharded_checkpoint": "ShardedCheckpoints",  # of slices, also for another number of ranks
-}
-__getattr__ = load_when_used(__name__, ROOMS)
+__getattr__ = load_when_used(__name__)

@@ -18,7 +18,8 @@ from safetensors.torch import save_file
 
 from checkpoints.checkpoint import Checkpoints, begin, digest, finish, flush, newest
 from utils.errors import UserError
-from utils.shards import local_part, shard_of
+from utils.gradients import local_part
+from utils.shards import shard_of
 
 STATES = "exp_avg", "exp_avg_sq"  # Adam's
 

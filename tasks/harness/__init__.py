@@ -1,41 +1,13 @@
 """What starts a task, proves it and measures it. No technique imports it.
 
-`import harness` loads nothing. A script uses the names below as `harness.start`, and the first use
-loads the name's module. Modules of this package import each other as usual.
+Start and end a job:    job, flags, environment, processes, watchdog
+Compare:                checks, tolerance, wider, float64, generation, *_checks (of a task's kind)
+Measure:                measure, memory_profile, budget
+Train:                  epochs, gradient_files, finetune, pretraining
+
+`import harness` loads none of them; the first use of `harness.start` loads its module, see names.
 """
 
 from utils import load_when_used
 
-ROOMS = {
-    # Start and end a job.
-    "job": "brief start",
-    "flags": "Workload add_model_flags gib make_parser natural positive rate",
-    "environment": "check_writable fail read_environment",
-    "processes": "ADDRESS PORT ended_together environment_of open_store variables wait_for_all",
-    "watchdog": "catch_signals",
-    # Compare: what may differ, and by how much.
-    "tolerance": "LIMITS",
-    "wider": "WIDER wider_copy",
-    "float64": "Rotary64",
-    # Compare: a model's text, one step of it, several steps.
-    "generation": "check_continuation check_text encode_prompts hf_generate",
-    "model_checks": "check_overfitting compared_layers error_of_mean make_batch own_loss plain_loss"
-    " number_of_parameters show_model train_on_batch",
-    "sequence_checks": "show_sequence",
-    "step_checks": "LARGE Reference check_copies compare_gradients compares_changes keep_changes"
-    " refuse_if_endless sum_of_parts",
-    "training_checks": "base_of check_again check_replicas check_training make_optimizer trained",
-    # Measure.
-    "measure": "REPEATS_HELP interleave is_for_memory limited_memory measure_costs num_threads"
-    " peak_memory ratio say_if_short threads_alone",
-    "memory_profile": "PARTS_OF_PEAK record_memory record_step trace_of write_trace",
-    # Train: by epochs of samples, an adapter, from nothing.
-    "epochs": "bytes_held check_losses estimate expect_training losses_alone losses_of_training"
-    " mean_and_deviation print_workers train_by_epochs train_epoch validate",
-    "finetune": "adapter_config add_memory_flags each_alone identity_of_finetuning load_adapted"
-    " possible_techniques read_text report_training save_result techniques_of warm_up"
-    " within_budget",
-    "pretraining": "Trial check_fully_split evaluate export identity_of_pretraining make_mesh"
-    " number_of_steps progress saving say_what_was_learnt",
-}
-__getattr__ = load_when_used(__name__, ROOMS)
+__getattr__ = load_when_used(__name__)

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from harness.float64 import compute_in_float64
 from harness.tolerance import CHUNK, LIMITS, WHOLE, judge, measure, worst_relative
 from harness.wider import WIDER, widen
-from utils.shards import SharedLinear, local_part, shard_of
+from utils.gradients import local_part
+from utils.shards import SharedLinear, shard_of
 
 # Allowed difference in float64, as a share of the largest reference value. A parallel run adds the
 # same products in another order, so it is off by a few roundings, of 1e-16, times the square root

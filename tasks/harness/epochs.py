@@ -17,8 +17,8 @@ from harness.step_checks import check_copies, sum_of_parts
 from harness.wider import WIDER, wider_copy
 from loading.architectures import count_parameters
 from loading.batches import gather_batch
+from utils.gradients import local_part
 from utils.losses import token_losses
-from utils.shards import local_part
 
 COPIED = {  # whether each rank has all parameters, all gradients, and both of all Adam's states
     "by-hand": (True, True, True), "ddp": (True, True, True),

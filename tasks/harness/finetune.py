@@ -15,12 +15,12 @@ from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from checkpoints.checkpoint import fingerprint, fingerprint_of_config, swap
 from harness.flags import gib, positive
 from harness.measure import is_for_memory, limited_memory
-from harness.training_checks import base_of, trained
 from loading.documents import load_documents, pack
 from loading.models import is_hub_id, quiet
 from loading.text import load_sequences
 from memory.long_sequence import Techniques, possible
 from utils.errors import UserError
+from utils.llama import llama_of, trained_parameters
 
 SAVES = {
     "long-sequence": "the techniques of memory/long_sequence.py, else Task 4's own forward",
@@ -74,7 +74,7 @@ def load_adapted(run, config, parallelize=None, checkpointing=False):
             torch.manual_seed(run.seed)
             model = get_peft_model(model, config)
     if run.dtype == torch.float64:  # PEFT makes some adapters float32
-        for parameter in trained(model).values():
+        for parameter in trained_parameters(model).values():
             parameter.data = parameter.data.double()
     return model.train()  # PEFT leaves it in eval, where checkpointing does nothing
 
@@ -147,7 +147,7 @@ def default_tile_mib(device, budget=None):
 
 def possible_techniques(run, model, techniques):
     """Those of them that the model allows, which are printed."""
-    techniques, why = possible(base_of(model), techniques)
+    techniques, why = possible(llama_of(model), techniques)
     if why:
         run.print0(f"note: {why}: only some of the memory techniques are left")
     parts = [name.replace("_", "-") for name, on in asdict(techniques).items() if on is True]
@@ -164,7 +164,7 @@ def each_alone(run, model):
         techniques = Techniques(*flags, tile_tokens=7)
         if techniques.offload and run.device.type != "cuda":
             continue
-        if why := possible(base_of(model), techniques)[1]:
+        if why := possible(llama_of(model), techniques)[1]:
             run.print0(f"note: {name}: not checked, {why}")
         else:
             yield name, techniques
@@ -244,7 +244,7 @@ def write_result(run, model, final):
         if hasattr(model, "peft_config"):
             model.save_pretrained(part, save_embedding_layers=False)
         else:
-            tensors = {name: p.detach().cpu() for name, p in trained(model).items()}
+            tensors = {name: p.detach().cpu() for name, p in trained_parameters(model).items()}
             written = run.source.written_model(run.dtype)
             written.load_state_dict(tensors, strict=False, assign=True)
             written.tie_weights()

@@ -11,8 +11,8 @@ import transformers
 from harness.generation import check_continuation, hf_generate
 from harness.measure import measure_bytes
 from harness.model_checks import error_of_mean, show_model
-from utils.gradients import sum_gradients
 from utils.losses import mean_loss, token_losses
+from utils.replicas import sum_gradients
 
 PACKS = int(transformers.__version__.split(".")[0]) >= 5  # by itself, where positions restart
 

@@ -12,8 +12,9 @@ from checkpoints.checkpoint import fingerprint
 from harness.model_checks import compared_layers, error_of_mean, model_step, number_of_parameters
 from harness.wider import WIDER, wider_copy
 from utils.errors import UserError
+from utils.gradients import local_part
 from utils.losses import mean_loss, token_losses
-from utils.shards import local_part, shard_of
+from utils.shards import shard_of
 
 ALL = slice(None)
 LARGE = 500e6  # parameters: beyond, the copies that take three steps fill the memory

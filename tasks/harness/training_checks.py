@@ -1,28 +1,18 @@
 """How training is held against a single-rank run of plain PEFT: losses, gradients, parameters."""
 
 import torch
-from transformers import LlamaForCausalLM
 
 from checkpoints.checkpoint import fingerprint
 from harness.checks import kind_of
 from harness.model_checks import error_of_mean
 from harness.tolerance import LIMITS
 from utils.collectives import all_gather
+from utils.llama import llama_of, trained_parameters
 from utils.losses import mean_loss, token_losses
 
 
-def base_of(model):
-    """The LlamaForCausalLM, which may be under PEFT."""
-    return next(module for module in model.modules() if isinstance(module, LlamaForCausalLM))
-
-
-def trained(model):
-    """{name: parameter} of what is trained."""
-    return {name: p for name, p in model.named_parameters() if p.requires_grad}
-
-
 def make_optimizer(model, lr):
-    return torch.optim.Adam(trained(model).values(), lr)
+    return torch.optim.Adam(trained_parameters(model).values(), lr)
 
 
 # ---------------------------------------------------------------- the checks
@@ -39,7 +29,7 @@ def whole_step(model, inputs):
         kept.append(token_losses(logits, labels))
         return mean_loss(kept[0], labels)
 
-    base_of(model).loss_function = loss_function
+    llama_of(model).loss_function = loss_function
     model.zero_grad()
     loss = model(**inputs).loss
     loss.backward()
@@ -57,8 +47,8 @@ def compare_gradients(run, name_of, model, references):
 
     name_of(name): the check's.
     """
-    whole = trained(references[0]) if references else {}
-    for name, parameter in trained(model).items():
+    whole = trained_parameters(references[0]) if references else {}
+    for name, parameter in trained_parameters(model).items():
         grads = [whole[name].grad] if references else []
         grads += [whole[name].exact_grad for _ in references[1:]]
         ((*expected,),) = run.expect(lambda grad: [grad], grads)
@@ -78,9 +68,9 @@ def check_training(run, model, reference, compute, batches, lr, recomputes=None,
     recomputes: how often a layer should run in a step, where it is counted; else what `alone`
     yields, (name, techniques), is checked, each by itself.
     """
-    references, before = run.references(reference), copy_of(trained(model))
+    references, before = run.references(reference), copy_of(trained_parameters(model))
     optimizers = [make_optimizer(m, lr) for m in (model, *references[:1])]
-    calls, layer = [], base_of(model).model.layers[0]
+    calls, layer = [], llama_of(model).model.layers[0]
     # A hook before, since recomputing stops early.
     hook = layer.mlp.register_forward_pre_hook(lambda *_: calls.append(1.0))
     steps = [check_step(run, model, references, optimizers, compute, *batch) for batch in batches]
@@ -93,7 +83,7 @@ def check_training(run, model, reference, compute, batches, lr, recomputes=None,
     expected, losses = map(torch.stack, zip(*steps, strict=True))
     run.show("losses", expected, losses.to(expected.dtype))
     run.check("losses")
-    for kind in dict.fromkeys(map(kind_of, trained(model))):
+    for kind in dict.fromkeys(map(kind_of, trained_parameters(model))):
         run.check(f"{kind} grad")
         run.check(f"{kind} after a step")
     narrow = run.dtype == torch.bfloat16
@@ -112,11 +102,11 @@ def check_step(run, model, references, optimizers, compute, ids, inputs):
     expected, own = expect_step(run, references, inputs)
     model.zero_grad()
     # Of all shares of the sequence.
-    parts = all_gather(compute(model, ids).double(), base_of(model).get_group())
+    parts = all_gather(compute(model, ids).double(), llama_of(model).get_group())
     loss = parts.new_tensor(sum(parts.tolist()))  # in the order that training adds in
     run.compare("losses", [(loss, *(x.double() for x in expected))], own=own)
     compare_gradients(run, lambda n: f"{kind_of(n)} grad", model, references)
-    mine, whole = trained(model), trained(references[0]) if references else {}
+    mine, whole = trained_parameters(model), trained_parameters(references[0]) if references else {}
     for name, parameter in whole.items():
         parameter.grad = mine[name].grad.clone()
     for optimizer in optimizers:
@@ -146,7 +136,7 @@ def check_in_float32(run, model, compute, ids, expected, own):
     narrow = [p for p in model.parameters() if p.dtype == run.dtype]
     for parameter in narrow:
         parameter.data = parameter.data.float()
-    loss = all_gather(compute(model, ids), base_of(model).get_group()).sum(0)
+    loss = all_gather(compute(model, ids), llama_of(model).get_group()).sum(0)
     model.zero_grad()
     for parameter in narrow:
         parameter.data = parameter.data.to(run.dtype)
@@ -160,7 +150,7 @@ def check_techniques(run, model, references, compute, alone, ids, expected, own)
     for name, techniques in alone:
         model.zero_grad()
         loss = compute(model, ids, techniques=techniques)
-        loss = all_gather(loss, base_of(model).get_group()).sum(0)
+        loss = all_gather(loss, llama_of(model).get_group()).sum(0)
         run.check(f"{name}: loss", [(loss, *(x.to(loss) for x in expected))], own=own)
         check = f"{name}: gradients"
         compare_gradients(run, lambda _, check=check: check, model, references)
@@ -174,7 +164,7 @@ def copy_of(parameters):
 @torch.no_grad()
 def restore(model, values):
     """Set what is trained to values, {name: tensor}."""
-    for name, parameter in trained(model).items():
+    for name, parameter in trained_parameters(model).items():
         parameter.copy_(values[name])
 
 

@@ -1,18 +1,10 @@
-"""Models, tokenizers and text. `import loading` loads nothing, see `harness/__init__.py`.
+"""Models, tokenizers and text, loaded as `harness` is.
 
-Beside what scripts use: smollm2 is a trained model out of a package, text and text_files read
-texts, and bpe trains a tokenizer.
+Models:     models (files), presets and architectures (shapes), smollm2 (trained, from a package)
+Text:       text, text_files (large ones), bpe (a tokenizer trained on it)
+Batches:    documents (rows of tokens), batches (samples)
 """
 
 from utils import load_when_used
 
-ROOMS = {
-    # Models: their files, their shapes.
-    "models": "materialize",
-    "presets": "PRESETS",
-    "architectures": "ALL_FAMILIES restore_dropout",
-    # Batches: rows of tokens; samples for data parallelism.
-    "documents": "load_rows one_by_one",
-    "batches": "Batches batches_of check_partitions gather_batch pad read_samples start_worker",
-}
-__getattr__ = load_when_used(__name__, ROOMS)
+__getattr__ = load_when_used(__name__)

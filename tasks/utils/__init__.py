@@ -20,16 +20,17 @@ where the shares are uneven. A tensor has dims, a mesh has axes.
 from importlib import import_module
 
 
-def load_when_used(package, rooms):
-    """A package's `__getattr__`: the first use of a name loads its module.
+def load_when_used(package):
+    """A package's `__getattr__`: the first use of a name loads its module, by names.py.
 
-    rooms: {module: the names that it shares, with blanks between}.
+    So a script can `import harness` on top, and importing the script's technique loads none of it.
     """
-    module_of = {name: module for module, names in rooms.items() for name in names.split()}
 
     def load(name):
-        if name not in module_of:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return getattr(import_module(f"{package}.{module_of[name]}"), name)
+        rooms = import_module(f"{package}.names").ROOMS
+        for module, names in rooms.items():
+            if name in names.split():
+                return getattr(import_module(f"{package}.{module}"), name)
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
     return load

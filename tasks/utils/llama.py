@@ -9,6 +9,7 @@ import weakref
 import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
+from transformers import LlamaForCausalLM
 
 
 def held(group):
@@ -90,3 +91,13 @@ def guard(model, check):
     """Call check(model) in each forward of a LlamaForCausalLM, whenever its adapters were added."""
     for part in model, model.model:  # PEFT, or a user, may call only one of them with its hooks
         part.register_forward_pre_hook(Guard(model, check))
+
+
+def llama_of(model):
+    """The LlamaForCausalLM, which may be under PEFT."""
+    return next(module for module in model.modules() if isinstance(module, LlamaForCausalLM))
+
+
+def trained_parameters(model):
+    """{name: parameter} of what is trained."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}

@@ -75,14 +75,6 @@ def shard_of(parameter):
     return getattr(parameter, "shard", tuple(slice(0, size) for size in parameter.shape))
 
 
-def local_part(tensor, like=None):
-    """What this rank holds of a DTensor, laid out as `like` is; any other tensor as it is."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    # A gradient need not lie where its parameter does: that of an embedding is whole on all ranks.
-    return (tensor if like is None else tensor.redistribute(placements=like.placements)).to_local()
-
-
 class SharedLinear(nn.Linear):
     """A linear layer that several ranks hold whole, each using its output for other heads.
 

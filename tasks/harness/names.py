@@ -1,0 +1,36 @@
+"""Which module of this package has the names that scripts use."""
+
+ROOMS = {
+    # Start and end a job.
+    "job": "brief start",
+    "flags": "Workload add_model_flags gib make_parser natural positive rate",
+    "environment": "check_writable fail read_environment",
+    "processes": "ADDRESS PORT ended_together environment_of open_store variables wait_for_all",
+    "watchdog": "catch_signals",
+    # Compare: what may differ, and by how much.
+    "tolerance": "LIMITS",
+    "wider": "WIDER wider_copy",
+    "float64": "Rotary64",
+    # Compare: a model's text, one step of it, several steps.
+    "generation": "check_continuation check_text encode_prompts hf_generate",
+    "model_checks": "check_overfitting compared_layers error_of_mean make_batch own_loss plain_loss"
+    " number_of_parameters show_model train_on_batch",
+    "sequence_checks": "show_sequence",
+    "step_checks": "LARGE Reference check_copies compare_gradients compares_changes keep_changes"
+    " refuse_if_endless sum_of_parts",
+    "training_checks": "check_again check_replicas check_training make_optimizer",
+    # Measure.
+    "measure": "REPEATS_HELP interleave is_for_memory limited_memory measure_costs num_threads"
+    " peak_memory ratio say_if_short threads_alone",
+    "memory_profile": "PARTS_OF_PEAK record_memory record_step trace_of write_trace",
+    "budget": "error_of_loss limited_to_budget numbers_at_peak warm_up_adam",
+    # Train: by epochs of samples, an adapter, from nothing.
+    "epochs": "bytes_held check_losses estimate expect_training losses_alone losses_of_training"
+    " mean_and_deviation print_workers train_by_epochs train_epoch validate",
+    "gradient_files": "GRADIENTS_FILE compare_files empty_folder write_gradients",
+    "finetune": "adapter_config add_memory_flags each_alone identity_of_finetuning load_adapted"
+    " possible_techniques read_text report_training save_result techniques_of warm_up"
+    " within_budget",
+    "pretraining": "Trial check_fully_split evaluate export identity_of_pretraining make_mesh"
+    " number_of_steps progress saving say_what_was_learnt",
+}

@@ -1,0 +1,11 @@
+"""Which module of this package has the names that scripts use."""
+
+ROOMS = {
+    # Models: their files, their shapes.
+    "models": "materialize",
+    "presets": "PRESETS",
+    "architectures": "ALL_FAMILIES restore_dropout",
+    # Batches: rows of tokens; samples for data parallelism.
+    "documents": "load_rows one_by_one",
+    "batches": "Batches batches_of check_partitions gather_batch pad read_samples start_worker",
+}

@@ -1,0 +1,120 @@
+"""Megatron's sequence parallelism (arXiv 2205.05198): beside tensor parallelism, norms by tokens.
+
+What Task 2 keeps whole on each rank between its blocks is split by tokens, along the same axis. An
+all-reduce is a reduce-scatter and an all-gather; norms come in between:
+
+                            Task 2                      here
+    norms, residual stream  (B, S, H)                   (B, S/tp, H)
+    into a block            f: nothing; all-reduce      all-gather of tokens; reduce-scatter
+    out of it               g: all-reduce; nothing      reduce-scatter of tokens; all-gather
+    a norm's gradient       equal along tp              a sum over the tokens of all ranks
+
+(forward; backward), and as many bytes; more where layers are recomputed. Shapes as in
+`utils/__init__.py`; S is a multiple of the ranks.
+"""
+
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+
+from utils.collectives import all_gather, all_reduce
+
+
+def whole_of(x, group):
+    """All tokens, (B, S, H), of each rank's (B, S/P, H)."""
+    return all_gather(x, group).transpose(0, 1).flatten(1, 2)
+
+
+def sum_of(x, group):
+    """This rank's tokens, (B, S/P, H), of the sum of all ranks' x, (B, S, H); a reduce-scatter.
+
+    It is sent all parts of its tokens, and adds them up. (gloo's own sends twice as much.)
+    """
+    pieces = x.unflatten(1, (group.size(), -1)).movedim(1, 0).contiguous()
+    parts = torch.empty_like(pieces)
+    dist.all_to_all_single(parts, pieces, group=group)
+    return parts.sum(0, dtype=torch.promote_types(x.dtype, torch.float32)).to(x.dtype)
+
+
+class GatherTokens(torch.autograd.Function):
+    """In front of column-parallel layers, in place of f: they need all tokens.
+
+            per rank        forward             backward
+    x       (B, S/P, H)     all-gather(x)       reduce-scatter(dy)
+
+    Every rank uses the whole for its own output units: its gradient is the sum over ranks.
+    """
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return whole_of(x, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        return sum_of(grad, ctx.group), None
+
+
+class ScatterSums(torch.autograd.Function):
+    """Behind row-parallel layers, in place of g: the conjugate of `GatherTokens`.
+
+            per rank        forward             backward
+    x       (B, S, H)       reduce-scatter(x)   all-gather(dy)
+    """
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return sum_of(x, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        return whole_of(grad, ctx.group), None
+
+
+class TakeTokens(torch.autograd.Function):
+    """This rank's tokens of what all have.
+
+            per rank        forward             backward
+    x       (B, S, H)       a slice             all-gather(dy)
+    """
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return x.unflatten(1, (group.size(), -1))[:, group.rank()].clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        return whole_of(grad, ctx.group), None
+
+
+BY_TOKENS = GatherTokens.apply, ScatterSums.apply  # for Task 2, in place of f and g
+
+
+def split_between_blocks(model, group):
+    """Besides the pair above: embeddings are split by tokens, and norms' gradients added up."""
+
+    def take_inputs(llama, args, kwargs):
+        ids, given = args[0] if args else kwargs.pop("input_ids", None), kwargs.get("inputs_embeds")
+        if given is None:  # the words' sum and the tokens' scatter in one
+            mine = ScatterSums.apply(llama.embed_tokens.part(ids), group)
+        else:
+            mine = TakeTokens.apply(given, group)
+        return (None, *args[1:]), kwargs | {"inputs_embeds": mine}
+
+    # A gradient's hook goes with its weight, which is another when the meta device is left: so the
+    # first forward adds it.
+    def add_up(norm, args):
+        if norm.weight.requires_grad and not hasattr(norm.weight, "added_up"):
+            norm.weight.added_up = norm.weight.register_hook(partial(all_reduce, group=group))
+
+    model.model.register_forward_pre_hook(take_inputs, with_kwargs=True)
+    for name, norm in model.named_modules():
+        if name.endswith("norm"):
+            norm.register_forward_pre_hook(add_up)

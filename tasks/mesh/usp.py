@@ -1,0 +1,61 @@
+"""USP (arXiv 2405.07719): ranks that are neighbours exchange heads, and rings go across them.
+
+Shapes as in `utils/__init__.py`.
+"""
+
+from ring_attention import Ring, RingLlama, ring_attention
+from ulysses_forward import to_heads, to_tokens
+from utils.collectives import gather_shares, group_of_axis, subgroup
+from utils.llama import held
+from utils.partition import shard_range
+from utils.sequence import become, share_heads
+
+
+def usp_attention(module, query, key, value, attention_mask, **kwargs):
+    """Shapes as `ulysses_attention`'s, among the neighbours; attention_mask: `RingLlama.seen`."""
+    S, ring = attention_mask.shape[-1], module.get_group()
+    first, stop = shard_range(S, ring.size(), ring.rank())
+    share = module.get_inner(), module.heads, stop - first
+    query, key, value = to_heads(query, key, value, *share)
+    output, _ = ring_attention(module, query, key, value, attention_mask, **kwargs)
+    return to_tokens(output, *share), None
+
+
+class USPLlama(RingLlama):
+    """Takes and gives whole sequences; a ring's share of the tokens is `inner` ranks' together."""
+
+    def order(self, length):
+        return Ring(self.get_ring(), length, self.zigzag).order()
+
+    def tokens(self, length):
+        ring, inner = self.get_ring(), self.get_inner()
+        mine = self.order(length)[slice(*shard_range(length, ring.size(), ring.rank()))]
+        return mine[slice(*shard_range(len(mine), inner.size(), inner.rank()))]
+
+    def whole(self, x, length):
+        ring, inner = self.get_ring(), self.get_inner()
+        first, stop = shard_range(length, ring.size(), ring.rank())
+        x = gather_shares(gather_shares(x, 1, stop - first, inner), 1, length, ring)
+        return x[:, self.order(length).argsort().to(x.device)]
+
+
+def usp_parallelize(model, mesh, ulysses, zigzag=True):
+    """Make a LlamaForCausalLM sequence-parallel by both, as `sequence_parallelize` does by one.
+
+    ulysses: how many neighbours exchange heads; each is in a ring with every so many'th rank. Of 4
+    ranks and 2 neighbours 0 and 1, 2 and 3 exchange heads; 0 and 2, 1 and 3 are rings, of which the
+    ranks 0 and 1 hold the first one's tokens together.
+    """
+    group = group_of_axis(mesh)
+    rank, ranks = group.rank(), group.size()
+    first = rank // ulysses * ulysses
+    inner = subgroup(group, "neighbours", first, first + ulysses)
+    ring = subgroup(group, "ring", rank - first, ranks, ulysses)
+    become(model, USPLlama, group, "usp", usp_attention)
+    share_heads(model, inner)
+    for module in [model, *(layer.self_attn for layer in model.model.layers)]:
+        module.zigzag, module.get_inner = zigzag, held(inner)
+    for layer in model.model.layers:
+        layer.self_attn.get_group = held(ring)
+    model.get_ring = held(ring)
+    return model

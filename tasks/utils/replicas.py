@@ -1,0 +1,77 @@
+"""The sum of gradients over ranks, of replicated parameters that saw each rank's own tokens.
+
+Shapes as in `utils/__init__.py`.
+"""
+
+import weakref
+
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from utils.collectives import group_of_axis
+from utils.gradients import check_mesh, local_part, sum_in_place
+
+
+def sum_gradients(tensors, mesh, bucket_bytes=2**25):
+    """The one sum over ranks of what is replicated and has each rank's part of its gradient.
+
+    mesh: of the axis whose ranks had different tokens. All of them must have gradients for the same
+    tensors. In place. Small ones travel together, up to `bucket_bytes`: few messages, and little
+    copied. DTensors may be split over another axis; of this one, `check_mesh` raises ValueError.
+
+    Call it once, after the last backward before the optimizer: with k microbatches, after the k-th.
+    A later call would add up the earlier sum again, once for each rank. So from now on a ValueError
+    is raised by a second call, and by a backward that adds to the sum, unless the gradients are
+    None or 0 by then. (`new_gradients` sums after each backward, at the cost of a copy.)
+    """
+    group = group_of_axis(mesh)
+    if group.size() == 1:
+        return
+    tensors = [tensor for tensor in tensors if tensor.grad is not None]
+    check_mesh(tensors, group)
+    ranks = tuple(dist.get_process_group_ranks(group))
+    earlier = [summed_over(tensor.grad) for tensor in tensors]
+    if any(ranks in others for others in earlier):
+        raise ValueError("these gradients are sums over these ranks already")
+    sum_in_place([tensor.grad for tensor in tensors], group, bucket_bytes)
+    for tensor, others in zip(tensors, earlier, strict=True):
+        # FSDP2 calls no hooks, so there any change of the gradient ends it.
+        hooked = tensor.is_leaf and tensor.requires_grad and not isinstance(tensor, DTensor)
+        tensor.grad.summed = None if hooked else tensor.grad._version, {ranks, *others}
+        if tensor.is_leaf and tensor.requires_grad:
+            refuse_additions(tensor)
+
+
+def summed_over(grad):
+    """The ranks of each sum by `sum_gradients` that a gradient still is. Clipped, it still is one.
+
+    The mark is (version, ranks): a version says that it holds for this one alone.
+    """
+    version, ranks = getattr(grad, "summed", (None, set()))
+    if not ranks or version not in (None, grad._version) or not local_part(grad).any():
+        return set()
+    return ranks
+
+
+def refuse_additions(tensor):
+    """The next backward raises ValueError if it adds to the gradient that is there now."""
+    # Weak references, for the tensor holds the hooks.
+    owner, summed = weakref.ref(tensor), weakref.ref(tensor.grad)
+    sum_is_there = False
+
+    def before(_):  # also where autograd.grad takes the new gradient, and adds it to nothing
+        nonlocal sum_is_there
+        grad = owner().grad
+        sum_is_there = grad is not None and grad is summed() and local_part(grad).any()
+
+    def after_adding(_):
+        for hook in hooks:
+            hook.remove()
+        if owner().grad is summed() and hasattr(owner().grad, "summed") and not sum_is_there:
+            del owner().grad.summed  # it was 0, and is a new gradient
+        if sum_is_there:
+            raise ValueError("a backward has added to gradients that are sums over ranks: call "
+                             "sum_gradients after the last backward, and zero_grad before the next "
+                             "step")  # fmt: skip
+
+    hooks = [tensor.register_hook(before), tensor.register_post_accumulate_grad_hook(after_adding)]
