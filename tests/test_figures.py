@@ -181,7 +181,7 @@ def test_contenders_of_the_longest_sequence():
         script, *flags = map(str, longest.command(name, 100, 64, []))
         known = Path(script).read_text()
         if "add_memory_flags(" in known:
-            known += (launch.TASKS / "memory" / "finetune.py").read_text()
+            known += (launch.TASKS / "harness" / "finetune.py").read_text()
         own = {flag.removeprefix("--no-").removeprefix("--") for flag in flags if flag[:2] == "--"}
         more = longest_plan.a_token(name, config, 1, 4) - longest_plan.a_token("ours", config, 1, 4)
         same = name in ("ours", longest_plan.SEGMENTS)

@@ -8,7 +8,6 @@ every collective, where it really is called. All layers must do the same, and on
 """
 
 import argparse
-import json
 import os
 import re
 import sys
@@ -19,7 +18,7 @@ import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from figures import RECORDS
-from figures.bench.records import torchrun
+from figures.bench.records import torchrun, write_record
 from harness.flags import make_parser, positive
 from harness.job import start
 from harness.model_checks import expect_loss
@@ -197,10 +196,7 @@ def drive(script, args):
     if not whole:
         sys.exit("error: the run failed; nothing was written")
     kept = {key: whole[key] for key in ("model", "dtype", "versions", "results")}
-    # An event on a line: for a file that people read, and compare.
-    line, text = r"{[^{}]*}|\[[^][{}]*\]", json.dumps(kept, indent=1)
-    text = re.sub(line, lambda match: " ".join(match[0].split()), text)
-    args.output.write_text(text + "\n")
+    write_record(args.output, kept)  # an event on a line: for a file that people read, and compare
     kind(kept)(kept, picture_of(args.output))
 
 

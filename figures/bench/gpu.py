@@ -37,7 +37,7 @@ import transformers
 
 import launch
 from figures import RECORDS, ROOT
-from figures.bench.records import attention_flop, here_and_now
+from figures.bench.records import attention_flop, here_and_now, write_record
 from figures.plan import longest
 from harness.checks import OTHERWISE
 from harness.measure import is_for_memory, ratio
@@ -409,7 +409,7 @@ def write(out, device):
 def write_tables(out, head):
     """The same of files that are there, wherever they were made. head: see `header`."""
     data, records = record(out, head)
-    (out / "gpu.json").write_text(json.dumps(data, indent=1) + "\n")
+    write_record(out / "gpu.json", data)
     (out / "gpu.md").write_text("\n".join(table(data)) + "\n")
     try:
         from figures.draw.kinds import draw_gpu  # by matplotlib

@@ -9,14 +9,13 @@ from the layers that ran: marked as such, and only once a layer has run in both 
 --offload, host memory is pinned in it, as in the first step of a training.
 """
 
-import json
 import statistics
 import time
 from functools import partial
 
 import torch
 
-from figures.bench.records import attention_flop, here_and_now
+from figures.bench.records import attention_flop, here_and_now, write_record
 from figures.plan.longest import most, tensors
 from harness.finetune import adapter_config, default_tile_mib, load_adapted
 from harness.flags import make_parser, positive
@@ -104,9 +103,7 @@ def measure(run, args, path):
         record.update(done_s=clock.done, step_s=step and step[0],
                       extrapolated=bool(step and step[1]))  # fmt: skip
         if path:
-            part = path.with_name(f".{path.name}.part")
-            part.write_text(json.dumps(record, indent=1) + "\n")
-            part.replace(path)
+            write_record(path, record)
 
     few, reference = ids[:, :64], load_adapted(run, adapter)
     inputs = dict(input_ids=few, labels=few)

@@ -17,7 +17,7 @@ from itertools import islice
 from pathlib import Path
 
 from figures import RECORDS, TASKS
-from figures.bench.records import here_and_now, torchrun
+from figures.bench.records import here_and_now, torchrun, write_record
 from loading.text import own_stories
 
 DTYPES = "bfloat16", "float32"
@@ -60,7 +60,7 @@ def main():
             runs[dtype]["checks"] = {c["name"]: c["passed"] for c in run["checks"]}
     sizes = {name: getattr(args, name) for name in ("seq_len", "batch_size", "steps")}
     record = whole | here_and_now() | sizes | {"documents": documents, "runs": runs}
-    args.output.write_text(json.dumps(record, indent=1) + "\n")
+    write_record(args.output, record)
 
 
 def write_text(path, documents):

@@ -1,4 +1,4 @@
-"""What the measurements keep: one JSON file of runs, all of one setting, that can be added to."""
+"""What programs share that measure: ranks that they start, and the JSON files that they keep."""
 
 import contextlib
 import itertools
@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from figures import FIGURES, ROOT
+from harness.job import in_lines
 
 
 def program(path):
@@ -104,6 +105,11 @@ def add(path, whole, key, record):
         print(f"note: what {path} was is {kept} now", flush=True)
     record = record | key | {"date": time.strftime("%Y-%m-%d")}
     whole["runs"] = [r for r in whole["runs"] if {k: r.get(k) for k in key} != key] + [record]
+    write_record(path, whole)
+
+
+def write_record(path, data):
+    """Write a record, whole or not at all."""
     part = path.with_name(f".{path.name}.part")
-    part.write_text(json.dumps(whole, indent=1) + "\n")
+    part.write_text(in_lines(data) + "\n")
     part.replace(path)

@@ -23,7 +23,7 @@ from pathlib import Path
 from figures import FIGURES, OUTPUTS, RECORDS, ROOT, TASKS
 from figures.bench import gpu
 from figures.bench.claims import TASK
-from figures.bench.records import here_and_now, torchrun
+from figures.bench.records import here_and_now, torchrun, write_record
 from figures.bench.strategies import ARTICLE_GB, rows
 from harness.checks import OTHERWISE
 from harness.measure import ratio
@@ -110,7 +110,7 @@ def record(path, scripts=()):
         (OUTPUTS / f"{script}.txt").write_text(text)
     for kind in "summary", "tasks":  # in the order of the tables
         whole[kind] = {script: whole[kind][script] for script in TASK if script in whole[kind]}
-    path.write_text(json.dumps(whole, indent=1) + "\n")
+    write_record(path, whole)
 
 
 def record_more(script, name):

@@ -12,7 +12,6 @@ and its libraries; on a GPU it is CUDA's own count of what tensors have. Where r
 GPUs they share them: that says what memory each needs, and nothing about their speed.
 """
 
-import json
 import statistics
 import subprocess
 import sys
@@ -20,7 +19,7 @@ import sys
 import torch
 
 from figures import RECORDS
-from figures.bench.records import here_and_now, torchrun
+from figures.bench.records import here_and_now, torchrun, write_record
 from harness.flags import make_parser, positive
 from harness.job import start
 from harness.measure import interleave
@@ -45,7 +44,7 @@ def main():
         start(args, measure)
     whole = run_all(args)
     path = args.json or RECORDS / "strategies.json"
-    path.write_text(json.dumps(whole, indent=1) + "\n")
+    write_record(path, whole)
     for line in rows(whole):
         print(line)
 

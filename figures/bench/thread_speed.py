@@ -12,13 +12,12 @@ The neighbour course's batch is the default: 32 sequences of 128 tokens, in four
 """
 
 import argparse
-import json
 import statistics
 import sys
 from pathlib import Path
 
 from figures import RECORDS, TASKS
-from figures.bench.records import here_and_now, torchrun
+from figures.bench.records import here_and_now, torchrun, write_record
 from harness.flags import positive
 
 SCRIPT = TASKS / "pipeline_threads.py"
@@ -57,7 +56,7 @@ def main():
         mode: [{key: one[key] for key in KEPT} for one in epochs]
         for mode, epochs in record["results"]["epochs"].items()
     }
-    args.json.write_text(json.dumps(whole, indent=1) + "\n")
+    write_record(args.json, whole)
     for mode in whole["modes"]:
         seconds, tokens = (statistics.median(metric(whole, mode, key)) for key in KEPT[1:3])
         print(f"{mode}: training time {seconds:.2f} s, tokens per second {tokens:.0f}, medians of "

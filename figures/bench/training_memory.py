@@ -20,7 +20,7 @@ import psutil
 import torch
 
 from figures import RECORDS, TASKS
-from figures.bench.records import here_and_now, torchrun
+from figures.bench.records import here_and_now, torchrun, write_record
 
 SIZES = {  # model: flags
     "random/small-128k": ["--num-layers", 2, "--batch-size", 1, "--seq-len", 4096],
@@ -83,7 +83,7 @@ def main():
             sys.exit(f"error: {model} failed")
         whole |= {key: record[key] for key in ("versions", "world_size", "dtype", "device")}
         whole["profiles"].append({"model": model, **record["results"]["memory"]})
-    args.json.write_text(json.dumps(whole) + "\n")
+    write_record(args.json, whole)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ import tempfile
 from pathlib import Path
 
 from figures import RECORDS, TASKS
-from figures.bench.records import here_and_now
+from figures.bench.records import here_and_now, write_record
 from harness.epochs import mean_and_deviation
 from harness.flags import positive
 
@@ -59,7 +59,7 @@ def main():
     whole |= {key: record[key] for key in ("model", "dtype", "backend", "versions")}
     whole |= {key: getattr(args, key) for key in ("batch_size", "seq_len", "num_sequences")}
     whole["workers"] = runs
-    args.json.write_text(json.dumps(whole, indent=1) + "\n")
+    write_record(args.json, whole)
     for workers, jobs in runs.items():
         seconds, tokens = metrics(jobs)
         print(f"{workers} worker(s), batch {workers * args.batch_size}: training time "

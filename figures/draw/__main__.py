@@ -14,7 +14,9 @@ from figures.draw.kinds import FILES, draw_sequence_speed, kind, picture_of
 
 def main():
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m figures.draw",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("files", nargs="*", type=Path, help="default all in figures/records/")
     files = parser.parse_args().files

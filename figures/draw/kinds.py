@@ -89,7 +89,7 @@ def draw_collectives(data, path):
         runs = sorted((run["sum_bytes"], run["sum_s"]) for run in data["runs"]
                       if run["world_size"] == P)  # fmt: skip
         for name, (colour, mark) in styles.items():
-            sizes, medians = zip(*((size, 1e6 * statistics.median(laps[name]))
+            sizes, medians = zip(*((size, 1e6 * laps[name]["median"])
                                    for size, laps in runs), strict=True)  # fmt: skip
             axis.plot(sizes, medians, mark, color=colour, label=name)
             for size, median in zip(sizes, medians, strict=True):
