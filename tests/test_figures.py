@@ -139,6 +139,15 @@ def test_measured_elsewhere(tmp_path, capsys):
         assert [run["seconds"] for run in records.resume(path, here)["runs"]] == [5]
 
 
+def test_record_in_lines(tmp_path):
+    """As JSON has it, keys that are numbers and braces in strings too; an innermost object a line."""
+    data = {1: [{"a": {2: None}}, {"b": [[0.1, 2], []]}], "c": ["{", {}], "d": "a [ b {c}"}
+    records.write_record(tmp_path / "record.json", data)
+    text = (tmp_path / "record.json").read_text()
+    assert json.loads(text) == json.loads(json.dumps(data))
+    assert '\n  {"b": [[0.1, 2], []]}\n' in text
+
+
 @pytest.mark.parametrize(
     "name", ["tp_speed", "longest", "sequence_speed", "ring_speed_2", "pretraining_loss"]
 )

@@ -343,6 +343,7 @@ class Run(Comparison):
 def in_lines(data, indent="\n"):
     """Format data as JSON, with a line for each object that holds no other object."""
     text = json.dumps(data)
+    data = json.loads(text)  # whose keys are strings
     if not isinstance(data, dict | list) or "{" not in text[1:]:
         return text
     inner = f"{indent} "
