@@ -85,6 +85,9 @@ def tensor_parallelize_mlp(mlp, mesh):
     mlp.register_forward_hook(lambda module, args, y: sum_over_ranks(y, group))
 
 
+# ---------------------------------------------------------------- what is shown with it
+
+
 def load_block(run, config, read, parallelize=None):
     """A Block filled by read(name, shard), or what parallelize(block) leaves of it on this rank."""
     with torch.device("meta"):

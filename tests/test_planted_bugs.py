@@ -1216,8 +1216,8 @@ BUGS = {
         "bytes sent, as the formula has them",
     ),
     "a split sequence's loss is of other words": (
-        "tp_ulysses", 2, "tp_llama.py", "bound(sum_of_losses, rows=rows,",
-        "bound(sum_of_losses, rows=(rows[0] + 1, rows[1] + 1),", "loss",
+        "tp_ulysses", 2, "tp_llama.py", "bound(sum_of_vocab_parallel_losses, rows=rows,",
+        "bound(sum_of_vocab_parallel_losses, rows=(rows[0] + 1, rows[1] + 1),", "loss",
     ),
     "neighbours deal out tokens backwards": (
         "tp_ulysses --sequence usp --tp 1 --ulysses 2", 4, "usp.py",
