@@ -158,7 +158,10 @@ def run_by_hand(stage, order, batch, loss, down, up):
     the order of the calls what two ranks send each other by one group, and both may want to send
     first. Returns the microbatches' losses and the logits, in the last stage, else [] and None.
     """
-    rank, like, kept, sent, losses, logits = down.rank(), next(stage.parameters()), {}, [], [], []
+    rank = down.rank()
+    like = next(stage.parameters())
+    kept = {}
+    sent, losses, logits = [], [], []
 
     def shapes(kind):
         return [(*batch[i][0].shape, stage.config.hidden_size) for k, i in order if k == kind]
@@ -338,16 +341,16 @@ def main():
 
 def show(run, args):
     """All checks of each schedule."""
-    run.mark, B, S, m, loaded = "P", args.batch_size, args.seq_len, args.microbatches, {}
+    run.mark = "P"
+    B, S, m = args.batch_size, args.seq_len, args.microbatches
+    loaded = {}
     if m > B:
         raise UserError(f"--batch-size {B}: fewer sequences than --microbatches {m}")
     if m < run.world_size:
         run.print0(f"note: {m} microbatches, fewer than {run.world_size} ranks: some always wait")
-    mesh, batch, costs = (
-        run.mesh("pp"),
-        harness.make_batch(run, B, S),
-        harness.measure_costs(run, S),
-    )
+    mesh = run.mesh("pp")
+    batch = harness.make_batch(run, B, S)
+    costs = harness.measure_costs(run, S)
     equal = [stop - first for first, stop in (shard_range(B, m, i) for i in range(m))]
     if args.memory_budget:
         with harness.limited_memory(run.device, args.memory_budget):
