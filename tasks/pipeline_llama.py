@@ -31,6 +31,7 @@ from torch import nn
 from torch.distributed import pipelining
 from transformers import GPT2LMHeadModel, LlamaForCausalLM
 
+import checkpoints
 import harness
 import loading
 from utils.collectives import all_reduce_, group_of_axis, subgroup
@@ -313,12 +314,15 @@ def train(run, mesh, costs, batch):
     stages, losses = load_stages(run, costs, run.world_size), []
     pipe = Pipeline(mesh, "1f1b", stages, run.world_size)
     optimizer = torch.optim.Adam(stages[0].parameters(), lr=1e-4)
+    before = checkpoints.fingerprint(stages[0].parameters())
     for _ in range(3):
         optimizer.zero_grad()
         losses.append(harness.sum_of_parts(run, pipe.step(*batch)[0]).item())
         optimizer.step()
     run.print0(f"losses: {', '.join(f'{loss:.4f}' for loss in losses)}")
     run.check("last loss, below the first", [torch.tensor([[losses[-1] < losses[0]], [1.0]])], 0.0)
+    changed = float(checkpoints.fingerprint(stages[0].parameters()) != before)
+    run.check("each rank's stage, changed by the training", [torch.tensor([[changed], [1.0]])], 0.0)
 
 
 def main():

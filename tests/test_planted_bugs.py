@@ -748,6 +748,10 @@ BUGS = {
         "all_reduce_(weights[0].grad.mul_(1 + 1e-7 * ends.rank()), ends)\n"
         "        weights[0].grad.mul_(1 + 1e-7 * ends.rank())", "copies of a parameter",
     ),
+    "one stage is not trained": (
+        "pipeline_llama --memory-budget 4", 2, "pipeline_llama.py", "        optimizer.step()",
+        "        optimizer.step() if run.rank else None", "stage, changed by the training",
+    ),
     "under a budget no step is taken": (
         "pipeline_llama --memory-budget 4", 2, "pipeline_llama.py",
         "        optimizer.step()\n    run", "    run", "below the first",
