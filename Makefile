@@ -70,38 +70,38 @@ test-course: .venv-course/ready
 	  $(or $(COURSE_TESTS),-m "not stress and not real")
 
 bench: .venv/ready
-	$(BIN)/python figures/tp_speed.py
-	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node 2 figures/pipeline.py \
-	  --json figures/pipeline.json
-	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node 2 figures/data_speed.py \
-	  --json figures/data_parallel.json
-	$(BIN)/python figures/worker_speed.py
-	$(BIN)/python figures/thread_speed.py
-	$(BIN)/python figures/strategies.py
-	$(BIN)/python figures/training_memory.py
-	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node 2 figures/estimate_check.py \
-	  --json figures/estimate.json
-	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node 4 figures/mesh_speed.py \
-	  --json figures/mesh_speed.json
-	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node 4 figures/ring_speed.py \
-	  --json figures/ring_speed.json
-	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node 2 figures/ring_speed.py \
-	  --json figures/ring_speed_2.json
-	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node 2 figures/sequence_speed.py \
-	  --num-layers 2 --json figures/sequence_speed.json
-	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node 4 figures/sequence_speed.py \
-	  --num-layers 2 --repeats 1 --seq-len 2048 8192 --json figures/sequence_speed_4.json
+	$(BIN)/python -m figures.bench.tp_speed
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node 2 -m figures.bench.pipeline \
+	  --json figures/records/pipeline.json
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node 2 -m figures.bench.data_speed \
+	  --json figures/records/data_parallel.json
+	$(BIN)/python -m figures.bench.worker_speed
+	$(BIN)/python -m figures.bench.thread_speed
+	$(BIN)/python -m figures.bench.strategies
+	$(BIN)/python -m figures.bench.training_memory
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node 2 -m figures.plan.estimate_check \
+	  --json figures/records/estimate.json
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node 4 -m figures.bench.mesh_speed \
+	  --json figures/records/mesh_speed.json
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node 4 -m figures.bench.ring_speed \
+	  --json figures/records/ring_speed.json
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node 2 -m figures.bench.ring_speed \
+	  --json figures/records/ring_speed_2.json
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node 2 -m figures.bench.sequence_speed \
+	  --num-layers 2 --json figures/records/sequence_speed.json
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node 4 -m figures.bench.sequence_speed \
+	  --num-layers 2 --repeats 1 --seq-len 2048 8192 --json figures/records/sequence_speed_4.json
 
 # ESTIMATE="--seq-len 8192 --device-memory 24": its flags. tiny fits anywhere.
 estimate: .venv/ready
-	$(BIN)/python figures/estimate.py $(if $(filter-out tiny,$(MODEL)),--model "$(MODEL)") $(ESTIMATE)
+	$(BIN)/python -m figures.plan.estimate $(if $(filter-out tiny,$(MODEL)),--model "$(MODEL)") $(ESTIMATE)
 
 max-seq-len: .venv/ready
-	$(BIN)/python figures/longest.py
+	$(BIN)/python -m figures.bench.longest
 
 # STEP=3: one of its steps. DEVICE=cpu: a rehearsal. OUT=DIR: where its files go. SMOLLM2=DIR: the
 # model's directory, where it can neither be fetched nor is in the cache.
-GPU = $(BIN)/python figures/gpu.py $(if $(filter cpu,$(DEVICE)),--device cpu) \
+GPU = $(BIN)/python -m figures.bench.gpu $(if $(filter cpu,$(DEVICE)),--device cpu) \
   $(if $(OUT),--out "$(OUT)") $(if $(SMOLLM2),--smollm2 "$(SMOLLM2)")
 gpu: .venv/ready
 	$(GPU) $(if $(STEP),--step $(STEP))
@@ -110,10 +110,10 @@ gpu-long: .venv/ready
 	$(GPU) --long
 
 report: .venv/ready
-	$(BIN)/python figures/report.py
+	$(BIN)/python -m figures.bench.report
 
 figures: .venv/ready
-	$(BIN)/python figures/draw.py
+	$(BIN)/python -m figures.draw
 
 tiny-llama: .venv/ready
 	$(BIN)/python tasks/tiny_llama/train.py

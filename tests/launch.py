@@ -20,7 +20,8 @@ from pathlib import Path
 import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
-TASKS = ROOT / "tasks"
+TASKS, FIGURES = ROOT / "tasks", ROOT / "figures"
+RECORDS = FIGURES / "records"
 SCRIPTS = sorted(p.stem for p in TASKS.glob("*.py") if '__name__ == "__main__"' in p.read_text())
 # What torchrun, Slurm and the launch scripts are told by; the user's must not reach the tests.
 OTHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "GROUP_", "TORCHELASTIC_", "SLURM", "SBATCH",
@@ -116,6 +117,11 @@ def survivors(job, seconds=3):
     for process in left:
         process.kill()
     return [process.pid for process in left]
+
+
+def program(name):
+    """The words that start a program of figures/, "bench.tp_speed" or the like, from ROOT."""
+    return [sys.executable, "-m", f"figures.{name}"]
 
 
 def command(script, *args, nproc, restarts=0):
@@ -215,12 +221,12 @@ def ranks(
 
     torchrun: whether they see what torchrun would set; else it is as after plain `python`. env:
     changes to that. each: [flags, ...] of each rank, instead of args for all. mother: the Nursery;
-    default the tests' own. rounding: the seed of other roundings (figures/rounding.py), by default
-    this machine's own.
+    default the tests' own. rounding: the seed of other roundings (figures/bench/rounding.py), by
+    default this machine's own.
     """
     STARTED.add(Path(path).stem)
     if rounding is not None:
-        path, args = ROOT / "figures" / "rounding.py", [rounding, path, *args]
+        path, args = FIGURES / "bench" / "rounding.py", [rounding, path, *args]
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

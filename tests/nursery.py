@@ -107,6 +107,18 @@ def run(path, words, environments, folder, timeout, mother):
     return {"codes": codes, "cpu_s": cpu_s, "late": killed}
 
 
+def start(path):
+    """Run a script as Python does; a program of figures/ as a module, as `python -m` does."""
+    rooms = path.parents[1]
+    if rooms.name == "figures" and (rooms / "__init__.py").exists():
+        sys.path[0] = str(rooms.parent)
+        name = f"figures.{path.parent.name}.{path.stem}"
+        runpy.run_module(name, run_name="__main__", alter_sys=True)
+    else:
+        sys.path[0] = str(path.parent)
+        runpy.run_path(str(path), run_name="__main__")
+
+
 def fork(path, words, environment, log):
     """A rank's process."""
     if process := os.fork():
@@ -121,8 +133,8 @@ def fork(path, words, environment, log):
         import torch
 
         torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))  # read at import, before
-        sys.argv, sys.path[0] = [path, *words], str(Path(path).parent)
-        runpy.run_path(path, run_name="__main__")
+        sys.argv = [path, *words]
+        start(Path(path))
         code = 0
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else bool(error.code)

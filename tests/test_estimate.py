@@ -2,23 +2,19 @@
 
 import json
 import shutil
-import sys
 
 import pytest
 
 import launch
-
-sys.path.append(str(launch.ROOT / "figures"))
-
-from estimate_check import BUILD
-from formulas import Work
+from figures.plan.estimate_check import BUILD
+from figures.plan.formulas import Work
+from figures.plan.techniques import TECHNIQUES, TILED, estimates
 from harness.model_checks import number_of_parameters
 from loading.models import Source
 from loading.presets import PRESETS
-from techniques import TECHNIQUES, TILED, estimates
 from utils.errors import UserError
 
-FILES = launch.ROOT / "figures"
+FILES = launch.FIGURES / "plan"
 SMALL = ["--model", "random/small", "--num-layers", 4]
 
 
@@ -75,7 +71,7 @@ def test_peaks_of_two_axes(tmp_path):
 @pytest.mark.parametrize("name", ["sequence_speed", "sequence_speed_4"])
 def test_splits_as_estimated(name):
     """What is committed, of recomputed layers and tiles: peaks, bytes and longest sequences."""
-    results = json.loads((FILES / f"{name}.json").read_text())["results"]
+    results = json.loads((launch.RECORDS / f"{name}.json").read_text())["results"]
     for ways in results["lengths"].values():
         for of in ways.values():
             assert of["peak"][1] == pytest.approx(of["peak"][0], rel=0.1)
@@ -91,9 +87,10 @@ def test_splits_as_estimated(name):
 ])  # fmt: skip
 def test_a_formula_that_is_wrong(old, new, tmp_path):
     """What a layer keeps, and what the loss takes."""
-    shutil.copytree(FILES, tmp_path / "figures", ignore=shutil.ignore_patterns("__pycache__"))
+    ignored = shutil.ignore_patterns("__pycache__", "*.png", "records", "outputs")
+    shutil.copytree(launch.FIGURES, tmp_path / "figures", ignore=ignored)
     launch.copy_tasks(tmp_path / "tasks")
-    path = tmp_path / "figures" / "formulas.py"
+    path = tmp_path / "figures" / "plan" / "formulas.py"
     text = path.read_text()
     assert text.count(old) == 1
     path.write_text(text.replace(old, new))
@@ -183,6 +180,6 @@ def test_heads_that_do_not_divide():
 def test_beside_the_article():
     """The article's own number for its own model, and this project's."""
     flags = ["--model", "random/7b", "--batch-size", 1, "--seq-len", 256, "--article"]
-    result = launch.run([sys.executable, FILES / "estimate.py", *flags])
+    result = launch.run([*launch.program("plan.estimate"), *flags])
     peak = next(line for line in result.out.splitlines() if line.startswith("peak")).split()
     assert result.code == 0 and peak == ["peak", "59.77", "58.88"], result.tail()

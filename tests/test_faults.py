@@ -595,7 +595,7 @@ def test_without_network(tmp_path):
     commands = [
         "umask 077", "ip link set lo up", f"cp -r {' '.join(map(str, PARTS))} .",
         f"{python} -m torch.distributed.run --standalone --nproc_per_node 2 {task}",
-        f"{python} figures/draw.py",
+        f"{python} -m figures.draw",
     ]  # fmt: skip
     env = {"DISPLAY": "", "WAYLAND_DISPLAY": ""}
     result = launch.run([*alone, " && ".join(commands)], cwd=tmp_path, env=env)

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,21 +16,22 @@ import torch
 
 import launch
 import nursery
-
-sys.path.append(str(launch.ROOT / "figures"))
-import draw
-import gpu
-import longest
-import one_step
-import records
-import strategies
-import tolerance
-import tp_speed
-import training_memory
-import worker_speed
-from draw_diagrams import TITLES, Diagram
-from draw_mesh_diagrams import MeshPicture
-from draw_ring import RingPicture
+from figures.bench import (
+    gpu,
+    longest,
+    one_step,
+    records,
+    strategies,
+    tolerance,
+    tp_speed,
+    training_memory,
+    worker_speed,
+)
+from figures.draw import kinds
+from figures.draw.diagrams import TITLES, Diagram
+from figures.draw.mesh_diagrams import MeshPicture
+from figures.draw.ring import RingPicture
+from figures.plan import longest as longest_plan
 from harness.flags import make_parser
 from harness.tolerance import LIMITS
 from utils.errors import UserError
@@ -38,9 +40,10 @@ TECHNIQUES = ["hand-made", "DTensor"]
 if importlib.util.find_spec("transformers.distributed"):  # not in the course's version
     TECHNIQUES.append("transformers")
 TECHNIQUES += [f"{name}, gloo" for name in TECHNIQUES]
-SPEED = launch.ROOT / "figures" / "tp_speed.py"
-DIAGRAMS = launch.ROOT / "figures" / "diagrams.json"
-MESH_DIAGRAMS = DIAGRAMS.with_name("mesh_diagrams.json")
+SPEED = launch.program("bench.tp_speed")
+DIAGRAMS, MESH_DIAGRAMS = (
+    launch.RECORDS / f"{name}.json" for name in ("diagrams", "mesh_diagrams")
+)
 
 
 @pytest.mark.stress
@@ -50,7 +53,7 @@ def test_bytes_on_the_wire(tmp_path):
     output = tmp_path / "speed.json"
     args = ["--model", "tiny", "--ranks", 2, "--seq-lens", 1024, "--repeats", 1]
     args += ["--techniques", *TECHNIQUES]
-    result = launch.run([sys.executable, SPEED, *args, "--output", output])
+    result = launch.run([*SPEED, *args, "--output", output])
     assert result.code == 0, result.tail()
     runs = json.loads(output.read_text())["runs"]
     assert [run["technique"] for run in runs] == TECHNIQUES
@@ -63,7 +66,7 @@ def test_bytes_on_the_wire(tmp_path):
     checks = {check["name"]: check["passed"] for run in runs for check in run["checks"]}
     assert checks == {f"{technique}: loss": True for technique in TECHNIQUES}
     # Nothing is measured twice where an interrupted comparison goes on.
-    result = launch.run([sys.executable, SPEED, *args, "--missing", "--output", output])
+    result = launch.run([*SPEED, *args, "--missing", "--output", output])
     assert result.code == 0 and "nothing to measure" in result.out, result.tail()
     assert json.loads(output.read_text())["runs"] == runs
 
@@ -79,7 +82,7 @@ def test_gpus_are_named_that_were_used(monkeypatch):
 
 def test_bytes_of_the_comparison():
     """Of all that was measured: sent is what the formula says, within 2 %; by gloo it was seen."""
-    runs = json.loads((SPEED.parent / "tp_speed.json").read_text())["runs"]
+    runs = json.loads((launch.RECORDS / "tp_speed.json").read_text())["runs"]
     runs = [run["results"] for run in runs if run["world_size"] > 1]
     assert runs
     for results in runs:
@@ -136,15 +139,24 @@ def test_measured_elsewhere(tmp_path, capsys):
         assert [run["seconds"] for run in records.resume(path, here)["runs"]] == [5]
 
 
+def test_record_in_lines(tmp_path):
+    """As JSON has it, keys that are numbers and braces in strings too; an innermost object a line."""
+    data = {1: [{"a": {2: None}}, {"b": [[0.1, 2], []]}], "c": ["{", {}], "d": "a [ b {c}"}
+    records.write_record(tmp_path / "record.json", data)
+    text = (tmp_path / "record.json").read_text()
+    assert json.loads(text) == json.loads(json.dumps(data))
+    assert '\n  {"b": [[0.1, 2], []]}\n' in text
+
+
 @pytest.mark.parametrize(
     "name", ["tp_speed", "longest", "sequence_speed", "ring_speed_2", "pretraining_loss"]
 )
 def test_drawing(name, tmp_path):
     """The committed measurements can be drawn; a step by selective checkpoints, too."""
     files = ["ulysses_speed", "long_speed"] if name == "sequence_speed" else [name]
-    data = {file: json.loads((SPEED.parent / f"{file}.json").read_text()) for file in files}
+    data = {file: json.loads((launch.RECORDS / f"{file}.json").read_text()) for file in files}
     for count in (1, 2) if name == "sequence_speed" else (1,):
-        make = draw.kind(data[name]) if name in data else draw.draw_sequence_speed
+        make = kinds.kind(data[name]) if name in data else kinds.draw_sequence_speed
         make(data.get(name, data), tmp_path / "picture.png")
         assert (tmp_path / "picture.png").stat().st_size > 10_000
         if count == 1 and "long_speed" in data:
@@ -154,10 +166,10 @@ def test_drawing(name, tmp_path):
 
 def test_thread_speed(tmp_path):
     """Both modes train, an epoch each in turns; the first warms up; a figure for each metric."""
-    path, file = tmp_path / "speed.json", launch.ROOT / "figures" / "thread_speed.py"
+    path = tmp_path / "speed.json"
     sizes = ["--seq-len", 16, "--batch-size", 6, "--split-size", 2, "--num-sequences", 20]
     model = ["--model", "random/gpt2-small-test", "--epochs", 3]
-    result = launch.run([sys.executable, file, *model, *sizes, "--json", path])
+    result = launch.run([*launch.program("bench.thread_speed"), *model, *sizes, "--json", path])
     assert result.code == 0, result.tail()
     data = json.loads(path.read_text())
     for mode in "model_parallel", "pipeline_parallel":
@@ -166,7 +178,7 @@ def test_thread_speed(tmp_path):
         assert [one["epoch"] for one in epochs] == [0, 1, 2] and min(seconds) > 0
         median = f"{mode}: training time {statistics.median(seconds[1:]):.2f} s, tokens per second"
         assert median in result.out, result.tail()
-    draw.kind(data)(data, tmp_path / "speed.png")
+    kinds.kind(data)(data, tmp_path / "speed.png")
     for metric in "time", "tokens":
         assert (tmp_path / f"speed_{metric}.png").stat().st_size > 10_000
 
@@ -174,14 +186,14 @@ def test_thread_speed(tmp_path):
 def test_contenders_of_the_longest_sequence():
     """Each is started with flags that its script knows, and is estimated to hold more than ours."""
     config = longest.Source("random/small").config
-    for name in longest.CONTENDERS:
+    for name in longest_plan.CONTENDERS:
         script, *flags = map(str, longest.command(name, 100, 64, []))
-        known = (longest.HERE.parent / script).read_text()
+        known = Path(script).read_text()
         if "add_memory_flags(" in known:
-            known += (launch.TASKS / "memory" / "finetune.py").read_text()
+            known += (launch.TASKS / "harness" / "finetune.py").read_text()
         own = {flag.removeprefix("--no-").removeprefix("--") for flag in flags if flag[:2] == "--"}
-        more = longest.a_token(name, config, 1, 4) - longest.a_token("ours", config, 1, 4)
-        same = name in ("ours", longest.SEGMENTS)
+        more = longest_plan.a_token(name, config, 1, 4) - longest_plan.a_token("ours", config, 1, 4)
+        same = name in ("ours", longest_plan.SEGMENTS)
         assert more < 0 if name == "ours, offload" else more > 0 or (same and more == 0)
         common = make_parser("").format_help() if "make_parser(" in known else ""
         for flag in own:
@@ -195,12 +207,12 @@ def test_diagrams(record, nproc, pictures, tmp_path):
     """What a run holds and sends is what is committed; both pictures are drawn from that."""
     output = tmp_path / "record.json"
     flags = ["--device", "cpu", "--json", output]
-    file = record.with_suffix(".py")
+    file = launch.FIGURES / "bench" / f"{record.stem}.py"
     result = launch.ranks(file, *flags, nproc=nproc, folder=tmp_path)
     assert result.code == 0, result.tail()
     data = json.loads(record.read_text())
     assert json.loads(output.read_text())["results"] == data["results"]
-    draw.kind(data)(data, tmp_path / "picture.png")
+    kinds.kind(data)(data, tmp_path / "picture.png")
     for name in pictures:
         assert (tmp_path / f"{name}_diagram.png").stat().st_size > 100_000
 
@@ -222,7 +234,7 @@ def test_measured_on_ranks(script, flags, tmp_path):
     """What the others measure on ranks, on as little as can be: nothing of it is else run here."""
     flags = [*flags, "--model", "tiny", "--json", tmp_path / "record.json"]
     flags += ["--repeats", 1] if script not in ("tolerance", "one_step") else []
-    file, nproc = launch.ROOT / "figures" / f"{script}.py", 1 if script == "one_step" else 2
+    file, nproc = launch.FIGURES / "bench" / f"{script}.py", 1 if script == "one_step" else 2
     result = launch.ranks(file, *flags, nproc=nproc, folder=tmp_path)
     assert result.code == 0 and result.out.count("Tests passed") == nproc, result.tail()
     assert json.loads((tmp_path / "record.json").read_text())
@@ -261,7 +273,7 @@ def test_worker_speed(monkeypatch, tmp_path, capsys):
     )
     data = json.loads(path.read_text())
     assert set(data["workers"]["2"][0][0][1]) == set(worker_speed.KEPT)
-    draw.kind(data)(data, tmp_path / "speed.png")
+    kinds.kind(data)(data, tmp_path / "speed.png")
     for name in "time", "tokens":
         assert (tmp_path / f"speed_{name}.png").stat().st_size > 10_000
 
@@ -271,8 +283,8 @@ def test_worker_speed_runs(tmp_path):
     """The program itself, on as little as can be."""
     words = ["--model", "random/gpt2-small-test", "--workers", 1, 2, "--batch-size", 2]
     words += ["--seq-len", 16, "--num-sequences", 12, "--epochs", 2, "--rounds", 1]
-    file = launch.ROOT / "figures" / "worker_speed.py"
-    result = launch.run([sys.executable, file, *words, "--json", tmp_path / "speed.json"])
+    words += ["--json", tmp_path / "speed.json"]
+    result = launch.run([*launch.program("bench.worker_speed"), *words])
     assert result.code == 0 and "2 worker(s), batch 4: training time" in result.out, result.tail()
 
 
@@ -307,7 +319,7 @@ def test_strategies(monkeypatch, tmp_path, capsys):
 @pytest.mark.parametrize("name", ["pipeline", "data_parallel"])
 def test_recorded(name):
     """Bytes as the formulas have them; with FSDP2 a rank has its share of everything."""
-    record = json.loads((DIAGRAMS.parent / f"{name}.json").read_text())
+    record = json.loads((launch.RECORDS / f"{name}.json").read_text())
     results, ranks = record["results"], record["world_size"]
     assert len(results["bytes"]) == (6 if name == "pipeline" else 4)
     for sent, formula, _ in results["bytes"].values():
@@ -334,7 +346,7 @@ def test_training_memory(tmp_path, monkeypatch):
         return json.loads((tmp_path / "run.json").read_text()), SimpleNamespace(stdout=result.out)
 
     output, small = tmp_path / "record.json", ["--num-layers", 1, "--batch-size", 3, "--seq-len", 9]
-    recorded = json.loads((launch.ROOT / "figures" / "training_memory.json").read_text())
+    recorded = json.loads((launch.RECORDS / "training_memory.json").read_text())
     others = [one for one in recorded["profiles"] if one["model"] in training_memory.SIZES]
     stale = {"model": "random/small-50k"}
     output.write_text(json.dumps(recorded | {"profiles": [*others, stale]}))
@@ -348,7 +360,7 @@ def test_training_memory(tmp_path, monkeypatch):
     last = data["profiles"][-1]
     sizes = [last[name] for name in ("model", "batch_size", "seq_len", "tokens", "vocab_size")]
     assert sizes == ["random/small-8k", 3, 9, 27, 8192]
-    draw.kind(data)(data, tmp_path / "picture.png")
+    kinds.kind(data)(data, tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 50_000
 
 
@@ -431,18 +443,18 @@ def test_what_does_not_fit(output, monkeypatch):
 
 def test_longest_as_estimated():
     """What is committed: all found within 10 % of the closed form."""
-    for run in json.loads((SPEED.parent / "longest.json").read_text())["runs"]:
+    for run in json.loads((launch.RECORDS / "longest.json").read_text())["runs"]:
         assert run["found"] == pytest.approx(run["estimate"], rel=0.1), run
 
 
 def test_segments_of_a_gpu():
     """How the allocator of a GPU lays tensors, by hand: four of just 5 MiB into 20, then three."""
     five, mib = 5 * 2**20 // 512, 2**20  # tokens of 512 bytes
-    assert longest.segments([(128, 512)], five) == 640 * mib
-    assert longest.segments([(128, 512)], five + 1) == 43 * 20 * mib  # each 512 bytes more
-    assert longest.segments([(16, 16)], five) == 2 * 2 * mib  # of 160 KiB, 12 into 2 MiB
-    assert longest.segments([(3, 4096)], five) == 3 * 40 * mib
-    assert longest.segments([(3, 4096)], five + 1) == 3 * 42 * mib
+    assert longest_plan.segments([(128, 512)], five) == 640 * mib
+    assert longest_plan.segments([(128, 512)], five + 1) == 43 * 20 * mib  # each 512 bytes more
+    assert longest_plan.segments([(16, 16)], five) == 2 * 2 * mib  # of 160 KiB, 12 into 2 MiB
+    assert longest_plan.segments([(3, 4096)], five) == 3 * 40 * mib
+    assert longest_plan.segments([(3, 4096)], five + 1) == 3 * 42 * mib
 
 
 def test_longest_of_a_gpu():
@@ -450,7 +462,7 @@ def test_longest_of_a_gpu():
 
     The formula before, which knew neither the end of the loss nor segments, is refused by both.
     """
-    folder, steps, lengths = launch.ROOT / "figures" / "gpu", 0, {}
+    folder, steps, lengths = launch.RECORDS / "gpu", 0, {}
     for path in folder.glob("*.json"):
         one = json.loads(path.read_text())
         if "positions" in one:
@@ -458,21 +470,21 @@ def test_longest_of_a_gpu():
                 longest.Source(one["model"]),
                 "ours, offload" if one["offload"] else "ours",
             )
-            sizes = source.config, 2, one["positions"], 2**30, longest.tensors
+            sizes = source.config, 2, one["positions"], 2**30, longest_plan.tensors
             weights = 2 * sum(torch.Size(shape).numel() for shape in source.shapes.values())
-            said = weights + longest.most(name, *sizes)
+            said = weights + longest_plan.most(name, *sizes)
             assert one["peak_bytes"] == pytest.approx(said, rel=0.02), (path, said)
             steps += 1
         for run in (run for run in one.get("runs", []) if "found" in run):
             device, budget = torch.device("cuda"), run["budget_mib"] * 2**20
             config, of = longest.Source(one["model"]).config, run["contender"]
-            said = longest.expected(of, config, 2, run["found"], budget, device)
+            said = longest_plan.expected(of, config, 2, run["found"], budget, device)
             measured = run["measured_bytes"] * run["found"]
             assert measured == pytest.approx(said, rel=0.02), (path, said)
-            fits = longest.estimate(of, config, 1, 2, budget, device)
+            fits = longest_plan.estimate(of, config, 1, 2, budget, device)
             lengths[of] = run["found"] / fits
             if of == "ours":
-                assert run["predicted_bytes"] * run["found"] + longest.OTHER < 0.95 * measured
+                assert run["predicted_bytes"] * run["found"] + longest_plan.OTHER < 0.95 * measured
                 assert run["found"] / run["estimate"] < 0.8
     assert steps and 0.95 < lengths["ours"] <= 1 and 0.9 < lengths["selective checkpoint"] <= 1
 
@@ -482,11 +494,11 @@ def test_tolerance_table():
 
     None came to three quarters of a limit, as LIMITS' comment says, and what is small is refused.
     """
-    path = launch.ROOT / "figures" / "tolerance.json"
+    path = launch.RECORDS / "tolerance.json"
     whole = json.loads(path.read_text())
     assert whole["limits"] == LIMITS
     other = json.loads(path.with_stem("rounding").read_text())
-    assert path.with_suffix(".md").read_text() == tolerance.table(whole, other)
+    assert (launch.FIGURES / "tolerance.md").read_text() == tolerance.table(whole, other)
     runs = {(run["model"], run["dtype"], run["ranks"]) for run in whole["runs"]}
     assert runs == {
         (model, dtype, count)
@@ -507,7 +519,7 @@ def test_rounding_record():
 
     But for bfloat16, whose errors hide a single row of few tokens.
     """
-    record = json.loads((launch.ROOT / "figures" / "rounding.json").read_text())
+    record = json.loads((launch.RECORDS / "rounding.json").read_text())
     assert record["limits"] == LIMITS
     kinds = {"few tokens": 0, "script": 0, "planted bug": 0}
     for run in record["runs"]:
@@ -657,7 +669,7 @@ def test_no_cuda_before_a_fork(monkeypatch):
 
 def test_records_of_a_gpu(tmp_path):
     """What is committed of a GPU: all its files are of parts that there are, and make its table."""
-    folder = launch.ROOT / "figures" / "gpu"
+    folder = launch.RECORDS / "gpu"
     known = {gpu.file_of(part, folder) for part in gpu.parts("cuda")}
     files = {*folder.glob("*.json"), *folder.glob("*.xml")} - {folder / "gpu.json"}
     assert files and files <= known, files - known

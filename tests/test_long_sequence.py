@@ -6,7 +6,6 @@ That they change no gradient is checked by the script itself, here on 1 to 4 ran
 import contextlib
 import copy
 import json
-import sys
 from functools import partial
 from types import SimpleNamespace
 
@@ -19,6 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import launch
+from figures.plan import longest
 from harness.finetune import ALONE
 from harness.float64 import compute_in_float64
 from harness.memory_profile import record_memory
@@ -26,9 +26,6 @@ from memory import saved_outputs
 from memory.head_groups import plan_rounds
 from memory.long_sequence import Techniques, possible, sequence_loss
 from utils.kernels import cpu_kernel_supports_gqa
-
-sys.path.append(str(launch.ROOT / "figures"))
-import longest
 
 SCRIPT = launch.TASKS / "ulysses_finetune.py"
 

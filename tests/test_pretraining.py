@@ -4,7 +4,6 @@ import json
 import random
 import re
 import shutil
-import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -363,14 +362,14 @@ def test_it_learns(tmp_path):
 @STRESS
 def test_losses_of_two_dtypes(tmp_path):
     """The recorder of the article's losses, and its figure, of a small model."""
-    path, script = tmp_path / "losses.json", launch.ROOT / "figures" / "pretraining_loss.py"
+    path = tmp_path / "losses.json"
     args = ["--model", "random/small", "--seq-len", 16, "--steps", 12, "--vocabulary", 400]
-    result = launch.run([sys.executable, script, *args, "--output", path])
+    result = launch.run([*launch.program("bench.pretraining_loss"), *args, "--output", path])
     assert result.code == 0, result.tail()
     runs = json.loads(path.read_text())["runs"]
     assert list(runs) == ["bfloat16", "float32"]
     (low, full) = (run["losses"] for run in runs.values())
     assert len(low) == len(full) == 12 and low != full == pytest.approx(low, abs=0.3)
     assert full[-1] < full[0] and all(all(run["checks"].values()) for run in runs.values())
-    drawn = launch.run([sys.executable, script.with_name("draw.py"), path])
+    drawn = launch.run([*launch.program("draw"), path])
     assert drawn.code == 0 and path.with_suffix(".png").exists(), drawn.tail()

@@ -9,12 +9,10 @@ from itertools import takewhile
 import pytest
 
 import launch
-
-sys.path.append(str(launch.ROOT / "figures"))
-import report
+from figures.bench import report
 
 PYTHON = r"^```python\n(.*?)^```\n"
-FIGURES = launch.ROOT / "figures"
+FIGURES = launch.FIGURES
 PAGES = [launch.ROOT / "README.md", launch.TASKS / "tiny_llama" / "README.md"]
 TEXTS = {page: page.read_text() for page in PAGES + sorted(FIGURES.glob("*.md"))}
 TEXT = "".join(TEXTS.values())
@@ -141,7 +139,7 @@ LONG = re.compile("long_speed|ulysses_speed|decoding|tp_training|--peft lora|tp_
         )
         for c in OTHERS
     ],
-    ids=lambda command: command.split("/", 1)[1][:40],
+    ids=lambda command: re.split(r"tasks/|-m figures\.", command)[1][:40],
 )
 def test_other_commands(command, tmp_path):
     printed = OTHERS[command]
@@ -239,9 +237,9 @@ def test_environment_of_another(changed, said, tmp_path):
 
 
 def test_tables():
-    """They are what figures/report.py makes of the committed records, of which all passed."""
+    """They are what figures/bench/report.py makes of the committed records, of which all passed."""
     assert all(TEXTS[page] == text for page, text in report.filled_in().items())
-    tasks = json.loads((FIGURES / "report.json").read_text())["tasks"]
+    tasks = json.loads((launch.RECORDS / "report.json").read_text())["tasks"]
     assert tasks.keys() == set(launch.SCRIPTS)
     for of_dtype in tasks.values():
         for claims in of_dtype.values():
@@ -278,9 +276,14 @@ def test_paths():
     """The files and pictures that are named exist."""
     named = re.findall(r"(?:tasks|figures|tests|launch)/[\w/]+\.\w+", TEXT)
     assert named
-    of_gpu = "figures/gpu/gpu.json", "figures/gpu/strategies.json"  # written by whoever has one
+    of_gpu = {"figures/records/gpu/strategies.json"}  # written by whoever has one
     for name in named:
         assert (launch.ROOT / name).exists() or name in of_gpu, name
+    programs = set(re.findall(r"-m figures\.([\w.]+)", TEXT))
+    assert len(programs) > 10
+    for name in programs:
+        path = FIGURES / name.replace(".", "/")
+        assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), name
 
 
 def test_links():

@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import math
-import sys
 
 import pytest
 import torch
@@ -12,10 +11,7 @@ import torch.nn.functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import launch
-
-sys.path.append(str(launch.ROOT / "figures"))
-
-import few_tokens
+from figures.bench import few_tokens
 from harness import float64, tolerance
 from harness.checks import Comparison
 from harness.float64 import compute_in_float64

@@ -56,7 +56,7 @@ def activations_by_article(config, batch_size, seq_len):
     """Return how many numbers a forward keeps, by an article's formula: B S (2 V + L (6 H + N S)).
 
     It has the scores of N heads, which fused kernels do not keep, and nothing of what is in the
-    MLP. `figures/estimate.py --article` puts it beside this project's own.
+    MLP. `figures/plan/estimate.py --article` puts it beside this project's own.
     """
     scores = config.num_attention_heads * seq_len
     of_layers = config.num_hidden_layers * (6 * config.hidden_size + scores)

@@ -333,11 +333,25 @@ class Run(Comparison):
         path = self.json.resolve()
         part = path.with_name(f".{path.name}.{os.getpid()}.part")
         try:
-            part.write_text(json.dumps(record, indent=1) + "\n")
+            part.write_text(in_lines(record) + "\n")
             part.replace(path)
         except OSError as error:
             part.unlink(missing_ok=True)
             fail(f"--json {path}: cannot be written there ({error.strerror})", patient=False)
+
+
+def in_lines(data, indent="\n"):
+    """Format data as JSON, with a line for each object that holds no other object."""
+    text = json.dumps(data)
+    data = json.loads(text)  # whose keys are strings
+    if not isinstance(data, dict | list) or "{" not in text[1:]:
+        return text
+    inner = f"{indent} "
+    if isinstance(data, dict):
+        parts = [f"{json.dumps(key)}: {in_lines(value, inner)}" for key, value in data.items()]
+    else:
+        parts = [in_lines(value, inner) for value in data]
+    return text[0] + inner + f",{inner}".join(parts) + indent + text[-1]
 
 
 def brief(tensor):

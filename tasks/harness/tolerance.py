@@ -67,8 +67,8 @@ from itertools import product
 
 import torch
 
-# How many times the reference's error is too far. figures/tolerance.py measures how far right runs
-# come: most to about 1, and none to three quarters of these.
+# How many times the reference's error is too far. figures/bench/tolerance.py measures how far right
+# runs come: most to about 1, and none to three quarters of these.
 LIMITS = {"rms": 8.0, "row": 16.0, "column": 16.0, "max": 16.0}
 LIMITS |= {"scale": 16.0, "row scale": 32.0, "column scale": 32.0}
 WHOLE = "rms", "max", "scale"  # one number a tensor
