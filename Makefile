@@ -20,7 +20,7 @@ FIRST := $(patsubst %,tasks/%.py,tp_mlp tp_attention tp_llama dtensor_llama kv_c
 SCRIPTS = $(FIRST) $(filter-out $(FIRST),$(FOUND))
 
 .PHONY: help demo test test-all stress soak test-real test-course bench max-seq-len report figures
-.PHONY: estimate tiny-llama gpu gpu-long lint clean
+.PHONY: estimate lift tiny-llama gpu gpu-long lint clean
 help:
 	@echo "make demo         every task, NPROC=$(NPROC) ranks, MODEL=$(MODEL), DTYPE=$(DTYPE)," \
 	  "DEVICE=$(DEVICE)"
@@ -28,6 +28,7 @@ help:
 	@echo "make stress       the long tests alone; make soak: fifty kills; make gpu rehearsed (an hour)"
 	@echo "make test-real    every task on a real model, SmolLM2-135M (93 MB are fetched)"
 	@echo "make test-course  the tests with the course's versions of transformers and peft"
+	@echo "make lift         a technique as one file: TASK=tp_llama OUT=file.py"
 	@echo "make report       run every task: the tables and outputs of the pages anew"
 	@echo "make bench        measure speed (up to two hours); make figures: draw what was measured"
 	@echo "make estimate     the memory of a step by each technique, and how many ranks it takes"
@@ -116,6 +117,10 @@ figures: .venv/ready
 
 tiny-llama: .venv/ready
 	$(BIN)/python tasks/tiny_llama/train.py
+
+# make lift TASK=tp_llama OUT=file.py: a technique as one file.
+lift: .venv/ready
+	$(BIN)/python launch/lift.py $(TASK) $(OUT)
 
 lint: .venv/ready
 	$(BIN)/ruff check .

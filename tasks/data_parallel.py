@@ -338,7 +338,8 @@ def main():
 
 def show(run, args):
     """All checks of each strategy, and its training."""
-    run.mark, P, B, S = "D", run.world_size, args.batch_size, args.seq_len
+    run.mark = "D"
+    P, B, S = run.world_size, args.batch_size, args.seq_len
     harness.estimate(run, B, S)
     if args.estimate:
         return
@@ -356,7 +357,8 @@ def show(run, args):
     loaders = [partition_dataset(part, B, collate)[0] for part in parts]
     mesh, batches = (run.mesh("dp"), [loading.Batches(run, loader, collate) for loader in loaders])
     loading.check_partitions(run, data, parts, batches)
-    steps, reference, expected = list(batches[0]), None, None
+    steps = list(batches[0])
+    reference, expected = None, None
     if args.memory_budget:
         return train_within(run, args, mesh, batches)
     if args.train_only:

@@ -31,6 +31,7 @@ from torch import nn
 from torch.distributed import pipelining
 from transformers import GPT2LMHeadModel, LlamaForCausalLM
 
+import checkpoints
 import harness
 import loading
 from utils.collectives import all_reduce_, group_of_axis, subgroup
@@ -158,7 +159,10 @@ def run_by_hand(stage, order, batch, loss, down, up):
     the order of the calls what two ranks send each other by one group, and both may want to send
     first. Returns the microbatches' losses and the logits, in the last stage, else [] and None.
     """
-    rank, like, kept, sent, losses, logits = down.rank(), next(stage.parameters()), {}, [], [], []
+    rank = down.rank()
+    like = next(stage.parameters())
+    kept = {}
+    sent, losses, logits = [], [], []
 
     def shapes(kind):
         return [(*batch[i][0].shape, stage.config.hidden_size) for k, i in order if k == kind]
@@ -310,12 +314,15 @@ def train(run, mesh, costs, batch):
     stages, losses = load_stages(run, costs, run.world_size), []
     pipe = Pipeline(mesh, "1f1b", stages, run.world_size)
     optimizer = torch.optim.Adam(stages[0].parameters(), lr=1e-4)
+    before = checkpoints.fingerprint(stages[0].parameters())
     for _ in range(3):
         optimizer.zero_grad()
         losses.append(harness.sum_of_parts(run, pipe.step(*batch)[0]).item())
         optimizer.step()
     run.print0(f"losses: {', '.join(f'{loss:.4f}' for loss in losses)}")
     run.check("last loss, below the first", [torch.tensor([[losses[-1] < losses[0]], [1.0]])], 0.0)
+    changed = float(checkpoints.fingerprint(stages[0].parameters()) != before)
+    run.check("each rank's stage, changed by the training", [torch.tensor([[changed], [1.0]])], 0.0)
 
 
 def main():
@@ -338,16 +345,16 @@ def main():
 
 def show(run, args):
     """All checks of each schedule."""
-    run.mark, B, S, m, loaded = "P", args.batch_size, args.seq_len, args.microbatches, {}
+    run.mark = "P"
+    B, S, m = args.batch_size, args.seq_len, args.microbatches
+    loaded = {}
     if m > B:
         raise UserError(f"--batch-size {B}: fewer sequences than --microbatches {m}")
     if m < run.world_size:
         run.print0(f"note: {m} microbatches, fewer than {run.world_size} ranks: some always wait")
-    mesh, batch, costs = (
-        run.mesh("pp"),
-        harness.make_batch(run, B, S),
-        harness.measure_costs(run, S),
-    )
+    mesh = run.mesh("pp")
+    batch = harness.make_batch(run, B, S)
+    costs = harness.measure_costs(run, S)
     equal = [stop - first for first, stop in (shard_range(B, m, i) for i in range(m))]
     if args.memory_budget:
         with harness.limited_memory(run.device, args.memory_budget):

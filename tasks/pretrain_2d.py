@@ -128,7 +128,8 @@ def plan_uneven_heads(model, ranks, rank):
     UserError for more ranks than query heads.
     """
     N, K = model.config.num_attention_heads, model.config.num_key_value_heads
-    D, attention, plan = model.model.layers[0].self_attn.head_dim, "model.layers.*.self_attn", {}
+    D = model.model.layers[0].self_attn.head_dim
+    attention, plan = "model.layers.*.self_attn", {}
     if ranks > N:
         raise UserError(f"--tp {ranks}: the model has {N} query heads")
     if K % ranks == 0:

@@ -80,6 +80,9 @@ def tensor_parallelize_attention(attention, mesh):
     attention.o_proj.register_forward_hook(lambda module, args, y: sum_over_ranks(y, group))
 
 
+# ---------------------------------------------------------------- what is shown with it
+
+
 def make_masks(batch_size, seq_len, dtype, device):
     """{name: attention mask to add to the scores, (1 or B, 1, S, S), or None}.
 

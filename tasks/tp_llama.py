@@ -131,7 +131,7 @@ def split_vocabulary(model, group, enter=copy_to_ranks):
     embedding.get_group = held(group)
     embedding.rows, embedding.num_embeddings = rows, vocab_size  # it looks up all of them
     head.register_forward_pre_hook(bound(f, enter=enter, group=group), with_kwargs=True)
-    model.sum_of_losses = bound(sum_of_losses, rows=rows, group=group)
+    model.sum_of_losses = bound(sum_of_vocab_parallel_losses, rows=rows, group=group)
     model.loss_function = bound(vocab_parallel_loss, rows=rows, group=group)
     gather = bound(gather_shares, dim=-1, size=vocab_size, group=group)
     model.register_forward_hook(with_whole_logits(gather), with_kwargs=True)
@@ -188,7 +188,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         return dlogits.mul_(grad[:, None]).to(logits.dtype), None, None, None
 
 
-def sum_of_losses(logits, targets, rows, group, ignore_index=-100):
+def sum_of_vocab_parallel_losses(logits, targets, rows, group, ignore_index=-100):
     """Sum over tokens of the cross-entropy, on all ranks; (B, S, V/P), (B, S) -> a scalar."""
     targets = targets.flatten()
     losses = VocabParallelCrossEntropy.apply(logits.flatten(0, 1), targets, rows, group)
@@ -217,7 +217,7 @@ def vocab_parallel_loss(
     count = num_items_in_batch
     if count is None:
         count = (targets != ignore_index).sum()
-    return sum_of_losses(logits, targets, rows, group, ignore_index) / count
+    return sum_of_vocab_parallel_losses(logits, targets, rows, group, ignore_index) / count
 
 
 # ---------------------------------------------------------------- what is shown with it

@@ -85,6 +85,9 @@ def tensor_parallelize_mlp(mlp, mesh):
     mlp.register_forward_hook(lambda module, args, y: sum_over_ranks(y, group))
 
 
+# ---------------------------------------------------------------- what is shown with it
+
+
 def load_block(run, config, read, parallelize=None):
     """A Block filled by read(name, shard), or what parallelize(block) leaves of it on this rank."""
     with torch.device("meta"):
@@ -100,7 +103,8 @@ def make_demo(run, hidden_size, intermediate_size, parallelize):
     Rank 0 builds the block from the seed and sends its weights; each rank keeps its slices.
     """
     sizes = dict(hidden_size=hidden_size, intermediate_size=intermediate_size)
-    config, reference, x = LlamaConfig(**sizes, num_attention_heads=1), None, None
+    config = LlamaConfig(**sizes, num_attention_heads=1)
+    reference, x = None, None
     if run.rank == 0:
         torch.manual_seed(run.seed)
         reference = run.place(Block(config))  # before x: the golden values need this order
@@ -152,7 +156,8 @@ def compare(run, title, reference, parallel, x):
     run.check_gradients(f"{title}, random upstream:", parallel, references)
 
     # Recomputed in the backward, with dropout: it has to drop the same values again.
-    parallel.dropout, results, calls = 0.5, [], []
+    parallel.dropout = 0.5
+    results, calls = [], []
     counter = parallel.mlp.register_forward_hook(lambda *_: calls.append(1))
     for recompute in (False, True):
         torch.manual_seed(run.seed)

@@ -222,7 +222,8 @@ def losses_by_sequence(ids, labels, model):
 def profile(run, mesh, args):
     """What tensors hold over a step: one process, TP with whole logits, and with split ones."""
     ids, _, _ = harness.make_batch(run, args.batch_size, args.seq_len)
-    V, memory, size = run.source.config.vocab_size, {}, f"{args.batch_size} x {args.seq_len} tokens"
+    V, memory = run.source.config.vocab_size, {}
+    size = f"{args.batch_size} x {args.seq_len} tokens"
     first, stop = shard_range(V, run.world_size, run.rank)
     bound = 1e-2 if run.dtype == torch.bfloat16 else 1e-5  # Hugging Face's loss is in float32
     for name, columns in ("one process", V), ("TP", V), ("TP + loss parallel", stop - first):

@@ -163,12 +163,9 @@ def train(run, model, optimizer, forward_backward, batches, losses, steps, save)
     to stop reaches all ranks at the same step. Returns the seconds of the steps, and whether there
     was such a signal.
     """
-    parameters, stopped, seconds, interrupted = (
-        trained_parameters(model),
-        harness.catch_signals(),
-        [],
-        False,
-    )
+    parameters = trained_parameters(model)
+    stopped = harness.catch_signals()
+    seconds, interrupted = [], False
     bar = tqdm(total=steps, initial=len(losses), disable=run.rank > 0 or None, unit="step")
     while len(losses) < steps and not interrupted:
         i, begin, norms = len(losses), time.perf_counter(), []

@@ -446,8 +446,8 @@ def test_interrupted(script, name, place):
 @pytest.mark.stress
 def test_interrupted_at_the_start(tmp_path):
     """One rank would end at once, the other save: that the first is gone is no error then."""
-    ready = "harness.catch_signals(),"
-    wait = "time.sleep(20 * (run.rank == 0)) or harness.catch_signals(),"
+    ready = "stopped = harness.catch_signals()"
+    wait = "stopped = time.sleep(20 * (run.rank == 0)) or harness.catch_signals()"
     plant(tmp_path, "ulysses_finetune.py", ready, wait)
     with Working("ulysses_finetune", folder=tmp_path) as job:
         time.sleep(3)

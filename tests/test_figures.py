@@ -140,7 +140,7 @@ def test_measured_elsewhere(tmp_path, capsys):
 
 
 def test_record_in_lines(tmp_path):
-    """As JSON has it, with keys that are numbers, and braces in strings; an innermost object a line."""
+    """As JSON has it, with numbers as keys and braces in strings; an innermost object a line."""
     data = {1: [{"a": {2: None}}, {"b": [[0.1, 2], []]}], "c": ["{", {}], "d": "a [ b {c}"}
     records.write_record(tmp_path / "record.json", data)
     text = (tmp_path / "record.json").read_text()

@@ -20,7 +20,6 @@ from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import launch
-import tp_attention
 from conftest import make_llama
 from harness import environment, job, measure
 from harness.checks import covered
@@ -265,7 +264,7 @@ def test_float64_is_float64():
 
 def test_rope_of_task_1():
     """What it calls Llama-3.2-1B has that model's RoPE: theta 500,000, low frequencies / 32."""
-    rope = LlamaRotaryEmbedding(LlamaConfig(**tp_attention.SHAPES["llama-3.2-1b"]))
+    rope = LlamaRotaryEmbedding(LlamaConfig(**PRESETS["llama-3.2-1b"]))
     plain = 500_000.0 ** -(torch.arange(0, 64, 2) / 64)
     turns = 8192 * plain / (2 * torch.pi)  # in the context that it was trained with at first
     kept = ((turns - 1) / (4 - 1)).clamp(0, 1)

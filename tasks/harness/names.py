@@ -20,7 +20,7 @@ ROOMS = {
     " refuse_if_endless sum_of_parts",
     "training_checks": "check_again check_replicas check_training make_optimizer",
     # Measure.
-    "measure": "REPEATS_HELP interleave is_for_memory limited_memory measure_costs num_threads"
+    "measure": "REPEATS_HELP interleave limited_memory measure_costs num_threads"
     " peak_memory ratio say_if_short threads_alone",
     "memory_profile": "PARTS_OF_PEAK record_memory record_step trace_of write_trace",
     "budget": "error_of_loss limited_to_budget numbers_at_peak warm_up_adam",
