@@ -43,7 +43,7 @@ from utils.collectives import group_of_axis
 from utils.kernels import attend, attend_backward, bias_of
 from utils.partition import shard_range
 from utils.point_to_point import exchange
-from utils.sequence import SequenceParallelLlama, become, heads_of
+from utils.sequence import SequenceParallelLlama, convert_attention, heads_of
 
 # ---------------------------------------------------------------- the technique: who has what, when
 
@@ -282,7 +282,7 @@ def ring_parallelize(model, mesh, zigzag=True):
     tokens are `model.tokens(S)`, and the mask for them alone is `model.seen(S)`. Raises UserError
     for RoPE that depends on the length, ValueError as `check_whole` does and for dropout.
     """
-    become(model, RingLlama, group_of_axis(mesh), "ring", ring_attention)
+    convert_attention(model, RingLlama, group_of_axis(mesh), "ring", ring_attention)
     for module in [model, *(layer.self_attn for layer in model.model.layers)]:
         module.zigzag = zigzag
     return model
@@ -291,7 +291,7 @@ def ring_parallelize(model, mesh, zigzag=True):
 # ---------------------------------------------------------------- what is shown with it
 
 
-def formula(model, B, S, group=None, keys=None):
+def comm_bytes_per_layer(model, B, S, group=None, keys=None):
     """Bytes that a rank, of so many KV heads, sends in one layer, forward and backward; means."""
     ring, dtype = Ring(group or model.get_group(), S, model.zigzag), model.dtype
     hops = sum(ring.size(chunk) * ring.last_hop[chunk] for chunk in range(len(ring.tokens)))
@@ -316,7 +316,7 @@ def show(run, args):
     """All checks of the model, its text, bytes, time and memory."""
     mesh = run.mesh("sp")
     parallelize = partial(ring_parallelize, mesh=mesh, zigzag=args.layout == "zigzag")
-    harness.show_sequence(run, harness.Workload.of(args), mesh, parallelize, formula)
+    harness.show_sequence(run, harness.Workload.of(args), mesh, parallelize, comm_bytes_per_layer)
 
 
 if __name__ == "__main__":
