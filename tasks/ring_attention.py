@@ -14,9 +14,9 @@ two blocks merge into what both sets of keys would have given at once. Backward,
 travel again, and behind them their gradients, to which each rank adds, on their way home. A block's
 gradients are exact, since its probabilities are made with the log-sum-exps of *all* keys.
 
-It is: blocks of later keys are not computed, and a chunk of keys goes no further than to the last
-rank that needs it. What there is to do and to send depends on how tokens are dealt out, and on
-whether a rank sends to the next one (upwards) or to the one before:
+Because attention is causal, blocks of later keys are skipped, and a chunk of keys goes no further
+than to the last rank that needs it. What there is to do and to send depends on how tokens are dealt
+out, and on whether a rank sends to the next one (upwards) or to the one before:
 
                                                     most work of a rank     sent in a forward
     contiguous, upwards     rank r: share r of P    2 - 1/P times the mean  1/2 of all the way round
@@ -148,8 +148,10 @@ class Ring:
 
 
 def merge(one, other):
-    """Attention to two sets of keys, from what it was to each: outputs (B, N, S, D), and for each
-    query the log of the sum of its scores' exponentials, (B, N, S).
+    """Merge partial attention over disjoint keys by log-sum-exp.
+
+    one, other: outputs (B, N, S, D), and for each query the log of the sum of its scores'
+    exponentials, (B, N, S).
     """
     (o, lse), (other_o, other_lse) = one, other
     share = (other_lse - lse).sigmoid()  # of the other's exponentials in the sum of all

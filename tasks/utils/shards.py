@@ -124,7 +124,7 @@ def refuse_as_whole(model):
 
 
 def check_whole(model):
-    """ValueError for what is no ordinary LlamaForCausalLM: it would lose a forward of its own."""
+    """Reject split models and subclasses, whose own forward would be lost, by a ValueError."""
     if "save_pretrained" in vars(model):
         raise ValueError("this model is tensor-parallel already")
     check_ordinary(model)
