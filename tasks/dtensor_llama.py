@@ -37,7 +37,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import harness
-from utils.collectives import group_of_axis, subgroup, sum_over_ranks
+from utils.collectives import group_of_axis, reduce_from_region, subgroup
 from utils.errors import UserError
 from utils.gradients import local_part
 from utils.llama import held, next_tokens
@@ -79,7 +79,7 @@ class Local(ParallelStyle):
         return module
 
 
-def everywhere(total):
+def all_reduce_to_local(total):
     """Megatron's g: a Partial DTensor, added up on every rank; all go on to compute the same."""
     return total.redistribute(placements=[Replicate()]).to_local(grad_placements=[Replicate()])
 
@@ -91,7 +91,7 @@ class VocabularyRows(ParallelStyle):
     all V rows on every rank, (V, H); here a rank makes that of its own, (V/P, H).
     """
 
-    sum = staticmethod(everywhere)
+    sum = staticmethod(all_reduce_to_local)
 
     def _apply(self, module, mesh):
         rows = distribute_tensor(module.weight, mesh, [Shard(0)])
@@ -173,7 +173,7 @@ class WholeHeads(ParallelStyle):
             return args[0].to_local(grad_placements=[Partial()])
 
         def g(module, args, y):
-            return everywhere(DTensor.from_local(y, mesh, [Partial()]))
+            return all_reduce_to_local(DTensor.from_local(y, mesh, [Partial()]))
 
         if self.dim == 0:
             module.register_forward_pre_hook(f)
@@ -182,7 +182,7 @@ class WholeHeads(ParallelStyle):
             if mesh.get_local_rank() != 0:
                 module.bias = None  # it must enter the sum over ranks once
         if self.holders:
-            module.__class__, module.get_holders = SharedLinear, held(self.holders)
+            module.__class__, module.get_kv_replica_group = SharedLinear, held(self.holders)
         return module
 
 
@@ -228,7 +228,9 @@ def split_loss(
     total = F.cross_entropy(logits, whole, ignore_index=ignore_index, reduction="sum")
     count = (targets != ignore_index).sum()
     # Every rank has the loss itself, and starts its backward from the whole of it.
-    return everywhere(total) / (count if num_items_in_batch is None else num_items_in_batch)
+    return all_reduce_to_local(total) / (
+        count if num_items_in_batch is None else num_items_in_batch
+    )
 
 
 def whole_logits(logits):
@@ -240,7 +242,7 @@ def whole_logits(logits):
     # of what is zero but for a rank's own tokens.
     own = shard_of(logits)[-1]
     mine = F.pad(logits.to_local(), (own.start, logits.shape[-1] - own.stop))
-    return sum_over_ranks(mine, group)
+    return reduce_from_region(mine, group)
 
 
 def apply_plan(model, mesh, plan):

@@ -136,7 +136,7 @@ def tied_weights(stages):
 
 
 def gpipe(num_batches, num_partitions, stage):
-    """What a stage does, in order: ("F" or "B", microbatch). Back as it came, in reverse."""
+    """List what a stage does: ("F" or "B", microbatch). Backwards run in reverse order."""
     ticks = itertools.chain.from_iterable(clock_cycles(num_batches, num_partitions))
     forward = [("F", i) for i, j in ticks if j == stage]
     return forward + [("B", i) for _, i in reversed(forward)]

@@ -14,9 +14,9 @@ two blocks merge into what both sets of keys would have given at once. Backward,
 travel again, and behind them their gradients, to which each rank adds, on their way home. A block's
 gradients are exact, since its probabilities are made with the log-sum-exps of *all* keys.
 
-It is: blocks of later keys are not computed, and a chunk of keys goes no further than to the last
-rank that needs it. What there is to do and to send depends on how tokens are dealt out, and on
-whether a rank sends to the next one (upwards) or to the one before:
+Because attention is causal, blocks of later keys are skipped, and a chunk of keys goes no further
+than to the last rank that needs it. What there is to do and to send depends on how tokens are dealt
+out, and on whether a rank sends to the next one (upwards) or to the one before:
 
                                                     most work of a rank     sent in a forward
     contiguous, upwards     rank r: share r of P    2 - 1/P times the mean  1/2 of all the way round
@@ -43,7 +43,7 @@ from utils.collectives import group_of_axis
 from utils.kernels import attend, attend_backward, bias_of
 from utils.partition import shard_range
 from utils.point_to_point import exchange
-from utils.sequence import SequenceParallelLlama, become, heads_of
+from utils.sequence import SequenceParallelLlama, convert_attention, heads_of
 
 # ---------------------------------------------------------------- the technique: who has what, when
 
@@ -148,8 +148,10 @@ class Ring:
 
 
 def merge(one, other):
-    """Attention to two sets of keys, from what it was to each: outputs (B, N, S, D), and for each
-    query the log of the sum of its scores' exponentials, (B, N, S).
+    """Merge partial attention over disjoint keys by log-sum-exp.
+
+    one, other: outputs (B, N, S, D), and for each query the log of the sum of its scores'
+    exponentials, (B, N, S).
     """
     (o, lse), (other_o, other_lse) = one, other
     share = (other_lse - lse).sigmoid()  # of the other's exponentials in the sum of all
@@ -282,7 +284,7 @@ def ring_parallelize(model, mesh, zigzag=True):
     tokens are `model.tokens(S)`, and the mask for them alone is `model.seen(S)`. Raises UserError
     for RoPE that depends on the length, ValueError as `check_whole` does and for dropout.
     """
-    become(model, RingLlama, group_of_axis(mesh), "ring", ring_attention)
+    convert_attention(model, RingLlama, group_of_axis(mesh), "ring", ring_attention)
     for module in [model, *(layer.self_attn for layer in model.model.layers)]:
         module.zigzag = zigzag
     return model
@@ -291,7 +293,7 @@ def ring_parallelize(model, mesh, zigzag=True):
 # ---------------------------------------------------------------- what is shown with it
 
 
-def formula(model, B, S, group=None, keys=None):
+def comm_bytes_per_layer(model, B, S, group=None, keys=None):
     """Bytes that a rank, of so many KV heads, sends in one layer, forward and backward; means."""
     ring, dtype = Ring(group or model.get_group(), S, model.zigzag), model.dtype
     hops = sum(ring.size(chunk) * ring.last_hop[chunk] for chunk in range(len(ring.tokens)))
@@ -316,7 +318,7 @@ def show(run, args):
     """All checks of the model, its text, bytes, time and memory."""
     mesh = run.mesh("sp")
     parallelize = partial(ring_parallelize, mesh=mesh, zigzag=args.layout == "zigzag")
-    harness.show_sequence(run, harness.Workload.of(args), mesh, parallelize, formula)
+    harness.show_sequence(run, harness.Workload.of(args), mesh, parallelize, comm_bytes_per_layer)
 
 
 if __name__ == "__main__":

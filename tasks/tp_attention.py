@@ -31,7 +31,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotary
 
 import harness
 import loading
-from utils.collectives import copy_to_ranks, group_of_axis, subgroup, sum_over_ranks
+from utils.collectives import copy_to_region, group_of_axis, reduce_from_region, subgroup
 from utils.llama import held
 from utils.partition import shard_heads
 from utils.shards import SharedLinear, keep_shard
@@ -58,7 +58,7 @@ def tensor_parallelize_attention(attention, mesh):
     rank, ranks = group.rank(), group.size()
     num_heads = attention.q_proj.out_features // D
     num_kv_heads = attention.k_proj.out_features // D
-    queries, keys, holders = shard_heads(num_heads, num_kv_heads, ranks, rank)
+    queries, keys, kv_replicas = shard_heads(num_heads, num_kv_heads, ranks, rank)
     keep_shard(attention.q_proj, 0, queries[0] * D, queries[1] * D)
     keep_shard(attention.k_proj, 0, keys[0] * D, keys[1] * D)
     keep_shard(attention.v_proj, 0, keys[0] * D, keys[1] * D)
@@ -69,15 +69,15 @@ def tensor_parallelize_attention(attention, mesh):
     if rank != 0:
         attention.o_proj.bias = None
     if ranks > num_kv_heads:
-        holders_group = subgroup(group, f"of {num_kv_heads}", *holders)
+        kv_replica_group = subgroup(group, f"of {num_kv_heads}", *kv_replicas)
         for layer in attention.k_proj, attention.v_proj:
-            layer.__class__, layer.get_holders = SharedLinear, held(holders_group)
+            layer.__class__, layer.get_kv_replica_group = SharedLinear, held(kv_replica_group)
 
     def f(module, args, kwargs):
-        return args, kwargs | {"hidden_states": copy_to_ranks(kwargs["hidden_states"], group)}
+        return args, kwargs | {"hidden_states": copy_to_region(kwargs["hidden_states"], group)}
 
     attention.register_forward_pre_hook(f, with_kwargs=True)
-    attention.o_proj.register_forward_hook(lambda module, args, y: sum_over_ranks(y, group))
+    attention.o_proj.register_forward_hook(lambda module, args, y: reduce_from_region(y, group))
 
 
 # ---------------------------------------------------------------- what is shown with it

@@ -32,11 +32,11 @@ from torch.autograd.function import once_differentiable
 import harness
 from utils.collectives import (
     all_gather,
-    copy_to_ranks,
+    copy_to_region,
     gather_shares,
     group_of_axis,
+    reduce_from_region,
     subgroup,
-    sum_over_ranks,
 )
 from utils.errors import UserError
 from utils.llama import bound, held, next_tokens
@@ -67,22 +67,23 @@ def tensor_parallelize(model, mesh, vocab_parallel=True, pair=None):
     already.
     Source: Megatron-LM, arXiv 1909.08053, section 3.
     """
-    group, (enter, leave) = group_of_axis(mesh), pair or (copy_to_ranks, sum_over_ranks)
+    group, (enter, leave) = group_of_axis(mesh), pair or (copy_to_region, reduce_from_region)
     refuse_as_whole(model)
     rank, ranks = group.rank(), group.size()
     D = model.model.layers[0].self_attn.head_dim
     num_heads, num_kv_heads = model.config.num_attention_heads, model.config.num_key_value_heads
-    queries, keys, holders = shard_heads(num_heads, num_kv_heads, ranks, rank)
+    queries, keys, kv_replicas = shard_heads(num_heads, num_kv_heads, ranks, rank)
     units = shard_range(model.config.intermediate_size, ranks, rank)
     if ranks > num_kv_heads:
-        holders_group = subgroup(group, f"of {num_kv_heads}", *holders)
+        kv_replica_group = subgroup(group, f"of {num_kv_heads}", *kv_replicas)
     for layer in model.model.layers:
         attention, mlp = layer.self_attn, layer.mlp
         keep_shard(attention.q_proj, 0, queries[0] * D, queries[1] * D)
         for projection in attention.k_proj, attention.v_proj:
             keep_shard(projection, 0, keys[0] * D, keys[1] * D)
             if ranks > num_kv_heads:
-                projection.__class__, projection.get_holders = SharedLinear, held(holders_group)
+                projection.__class__ = SharedLinear
+                projection.get_kv_replica_group = held(kv_replica_group)
         keep_shard(attention.o_proj, 1, queries[0] * D, queries[1] * D)
         attention.num_key_value_groups = (queries[1] - queries[0]) // (keys[1] - keys[0])
 
@@ -114,7 +115,7 @@ def g(module, args, y, leave, group):
     return leave(y, group)
 
 
-def split_vocabulary(model, group, enter=copy_to_ranks):
+def split_vocabulary(model, group, enter=copy_to_region):
     """Embedding, LM head and loss of `tensor_parallelize`, where the weights may be one (tied)."""
     vocab_size, ranks = model.config.vocab_size, group.size()
     if vocab_size < ranks:
@@ -142,7 +143,7 @@ class VocabParallelEmbedding(nn.Embedding):
 
     def forward(self, ids):
         """ids (B, S) -> (B, S, H): this rank's rows, then g."""
-        return sum_over_ranks(self.part(ids), self.get_group())
+        return reduce_from_region(self.part(ids), self.get_group())
 
     def part(self, ids):
         return local_rows(ids, self.weight, self.rows[0], self.num_embeddings, self.padding_idx)

@@ -10,7 +10,7 @@ the ranks' partial outputs. Its mirror image is needed in the backward, in front
                     forward: nothing                     forward: all-reduce
                     backward: all-reduce                 backward: nothing
 
-f and g are `copy_to_ranks` and `sum_over_ranks`, in utils/collectives.py.
+f and g are `copy_to_region` and `reduce_from_region`, in utils/collectives.py.
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 4 tasks/tp_mlp.py
 
@@ -38,7 +38,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 import harness
 import loading
-from utils.collectives import copy_to_ranks, group_of_axis, sum_over_ranks
+from utils.collectives import copy_to_region, group_of_axis, reduce_from_region
 from utils.partition import shard_range
 from utils.shards import keep_shard
 
@@ -81,8 +81,8 @@ def tensor_parallelize_mlp(mlp, mesh):
     keep_shard(mlp.down_proj, 1, *units)
     if rank != 0:
         mlp.down_proj.bias = None
-    mlp.register_forward_pre_hook(lambda module, args: (copy_to_ranks(args[0], group),))
-    mlp.register_forward_hook(lambda module, args, y: sum_over_ranks(y, group))
+    mlp.register_forward_pre_hook(lambda module, args: (copy_to_region(args[0], group),))
+    mlp.register_forward_hook(lambda module, args, y: reduce_from_region(y, group))
 
 
 # ---------------------------------------------------------------- what is shown with it

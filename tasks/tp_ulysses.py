@@ -50,7 +50,7 @@ def fewest_heads(config, tp):
     return min(stop - first for first, stop in shares)
 
 
-def combine(model, mesh, sequence="ulysses", megatron_sp=False, ulysses=1, zigzag=True):
+def parallelize_tp_sp(model, mesh, sequence="ulysses", megatron_sp=False, ulysses=1, zigzag=True):
     """Make a LlamaForCausalLM parallel in place on a mesh of the axes "sp" and "tp".
 
     sequence: "ulysses", "ring" or "usp", the last with so many neighbours that exchange heads;
@@ -89,7 +89,7 @@ def combine(model, mesh, sequence="ulysses", megatron_sp=False, ulysses=1, zigza
     return model
 
 
-def neighbours(ranks, keys, machine):
+def ulysses_degree(ranks, keys, machine):
     """How many of a sequence's ranks exchange heads: a KV head each, and on one machine.
 
     (More would send KV heads twice, or all heads from machine to machine.) machine: ranks on one.
@@ -100,30 +100,35 @@ def neighbours(ranks, keys, machine):
 # ---------------------------------------------------------------- what is shown with it
 
 
-def formula(model, B, S, mesh, sequence, megatron_sp):
+def comm_bytes_per_layer(model, B, S, mesh, sequence, megatron_sp):
     """Bytes that a rank sends in one layer, forward and backward; the mean over its column."""
     import ring_attention
     import ulysses_forward
 
     L, P, attention = len(model.model.layers), mesh["tp"].size(), model.model.layers[0].self_attn
     if sequence == "ulysses":
-        sent = [ulysses_forward.formula(model, B, S)] * 2
+        sent = [ulysses_forward.comm_bytes_per_layer(model, B, S)] * 2
     elif sequence == "ring":
-        sent = ring_attention.formula(model, B, S)
+        sent = ring_attention.comm_bytes_per_layer(model, B, S)
     else:
-        ring, inner = model.get_ring(), model.get_inner()
+        ring, ulysses_group = model.get_ring(), model.get_ulysses_group()
         shares = [shard_range(S, ring.size(), rank) for rank in range(ring.size())]
-        exchange = partial(ulysses_forward.formula, model, B, group=inner)
+        exchange = partial(ulysses_forward.comm_bytes_per_layer, model, B, group=ulysses_group)
         exchanged = sum(exchange(stop - start) for start, stop in shares) / ring.size()
-        keys = sum(ulysses_forward.numbers(inner, attention.heads, S)[2]) / inner.size()
-        sent = [exchanged + of for of in ring_attention.formula(model, B, S, ring, keys)]
+        keys = (
+            sum(ulysses_forward.split_sizes(ulysses_group, attention.heads, S)[2])
+            / ulysses_group.size()
+        )
+        sent = [
+            exchanged + of for of in ring_attention.comm_bytes_per_layer(model, B, S, ring, keys)
+        ]
     e, H = model.dtype.itemsize, model.config.hidden_size
     half = (P - 1) / P * B * S / mesh["sp"].size() * H * e  # of an all-reduce
     # Two blocks a layer, and the embedding; backward, what is summed of weights, too.
     forward, backward = (4 * L + 1, 4 * L + 1) if megatron_sp else (4 * L + 2, 4 * L)
     weights = megatron_sp * (2 + 1 / L) * 2 * (P - 1) / P * H * e
     if isinstance(attention.k_proj, SharedLinear):  # several ranks hold one KV head
-        holders = attention.k_proj.get_holders().size()
+        holders = attention.k_proj.get_kv_replica_group().size()
         inputs = H + (attention.k_proj.bias is not None)
         weights += 4 * (holders - 1) / holders * attention.head_dim * inputs * e
     return sent[0] + forward / L * half, sent[1] + backward / L * half + weights
@@ -181,7 +186,7 @@ def show(run, args):
     if args.sequence == "usp":
         keys = max(1, config.num_key_value_heads // tp)
         machine = int(os.environ.get("LOCAL_WORLD_SIZE", run.world_size)) // tp
-        u = args.ulysses or neighbours(sp, keys, machine)
+        u = args.ulysses or ulysses_degree(sp, keys, machine)
         run.print0(
             f"sequence: {u} neighbours exchange heads, in rings of {sp // u} (sp {sp}, "
             f"{keys} KV heads of a rank, {machine} of these on a machine)"
@@ -190,11 +195,15 @@ def show(run, args):
     elif args.ulysses:
         raise UserError(f"--ulysses: not with --sequence {args.sequence}")
     parallelize = partial(
-        combine, mesh=mesh, sequence=args.sequence, megatron_sp=args.megatron_sp, ulysses=u
+        parallelize_tp_sp,
+        mesh=mesh,
+        sequence=args.sequence,
+        megatron_sp=args.megatron_sp,
+        ulysses=u,
     )
 
     def bytes_of(model, B, S):
-        mine = formula(model, B, S, mesh, args.sequence, args.megatron_sp)
+        mine = comm_bytes_per_layer(model, B, S, mesh, args.sequence, args.megatron_sp)
         return tuple(sum(of) / run.world_size for of in zip(*run.gather_objects(mine), strict=True))
 
     def held(model, S):

@@ -124,7 +124,7 @@ def shard_loss(model, ids, mesh, techniques=None):
 
 
 def forward_backward(model, ids, mesh, techniques=None, norms=None):
-    """Add to the gradients of what is trained, full on every rank; `shard_loss`, detached.
+    """Forward, backward, all-reduce of what is trained; return this rank's part of the loss.
 
     Several microbatches before an optimizer step add up: each call sums its own gradients alone.
     norms: a list that gets the norm of each gradient before the sum, of this rank's tokens alone.

@@ -33,7 +33,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import harness
 from utils.collectives import group_of_axis
 from utils.partition import shard_range
-from utils.sequence import SequenceParallelLlama, become, share_heads
+from utils.sequence import SequenceParallelLlama, convert_attention, share_heads
 
 # ---------------------------------------------------------------- the technique
 
@@ -94,7 +94,7 @@ def by_documents(attend, query, key, value, documents):
     return torch.cat(outputs)
 
 
-def numbers(group, heads, S):
+def split_sizes(group, heads, S):
     """Of each rank, how many tokens, query heads and KV heads."""
     tokens = (shard_range(S, group.size(), rank) for rank in range(group.size()))
     queries, keys = zip(*heads, strict=True)
@@ -108,7 +108,7 @@ def to_heads(query, key, value, group, heads, S):
     query heads of its group; the sum of what these send back is its gradient. Within a piece the
     tokens come first, so that the pieces received are the sequence, one after the other.
     """
-    tokens, queries, keys = numbers(group, heads, S)
+    tokens, queries, keys = split_sizes(group, heads, S)
     B, D, n, k = len(query), query.shape[-1], queries[group.rank()], keys[group.rank()]
     query, key, value = (x.permute(2, 0, 1, 3) for x in (query, key, value))  # tokens first
     pieces = [
@@ -123,7 +123,7 @@ def to_heads(query, key, value, group, heads, S):
 
 def to_tokens(output, group, heads, S):
     """And back: (B, S, n, D) of this rank's heads -> (B, S/P, N, D) of its tokens."""
-    tokens, queries, _ = numbers(group, heads, S)
+    tokens, queries, _ = split_sizes(group, heads, S)
     B, _, n, D = output.shape
     mine = tokens[group.rank()]
     packed = output.transpose(0, 1).flatten()
@@ -147,12 +147,13 @@ def sequence_parallelize(model, mesh):
 
     The model may be tensor-parallel, along another axis: then its ranks' heads are shared out.
     Works on a model without memory (device meta) too. Raises UserError for more ranks than query
-    heads and for RoPE that depends on the length of the sequence, ValueError as `become` does.
+    heads and for RoPE that depends on the length of the sequence, ValueError as
+    `convert_attention` does.
     Whole KV groups are dealt out: 4 groups on 3 ranks leave one with two, and twice the time.
     Source: DeepSpeed-Ulysses, arXiv 2309.14509, section 3.
     """
     group = group_of_axis(mesh)
-    become(model, SequenceParallelLlama, group, "ulysses", ulysses_attention)
+    convert_attention(model, SequenceParallelLlama, group, "ulysses", ulysses_attention)
     share_heads(model, group)
     return model
 
@@ -160,14 +161,14 @@ def sequence_parallelize(model, mesh):
 # ---------------------------------------------------------------- what is shown with it
 
 
-def formula(model, B, S, group=None):
+def comm_bytes_per_layer(model, B, S, group=None):
     """Bytes that each rank sends in one layer, forward; as many backward. The mean over ranks.
 
     For sizes that divide: (P-1)/P (T/P) e D (2N + 2 max(K, P)), with T = B S tokens of e bytes.
     group: of those that exchange heads; default `model.get_group()`.
     """
     attention, group = model.model.layers[0].self_attn, group or model.get_group()
-    tokens, queries, keys = numbers(group, attention.heads, S)
+    tokens, queries, keys = split_sizes(group, attention.heads, S)
     pairs = list(permutations(range(group.size()), 2))
     sent = sum(tokens[a] * (queries[b] + 2 * keys[b]) + tokens[b] * queries[a] for a, b in pairs)
     return sent * B * attention.head_dim * model.dtype.itemsize / group.size()
@@ -181,7 +182,7 @@ def show(run, args):
     """All checks of the model, its text, bytes, time and memory."""
     mesh = run.mesh("sp")
     parallelize = partial(sequence_parallelize, mesh=mesh)
-    harness.show_sequence(run, harness.Workload.of(args), mesh, parallelize, formula)
+    harness.show_sequence(run, harness.Workload.of(args), mesh, parallelize, comm_bytes_per_layer)
 
 
 if __name__ == "__main__":

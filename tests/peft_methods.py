@@ -27,7 +27,7 @@ from harness.float64 import compute_in_float64
 from memory.long_sequence import Techniques, possible
 from ring_attention import ring_parallelize
 from tp_llama import tensor_parallelize
-from tp_ulysses import combine
+from tp_ulysses import parallelize_tp_sp
 from ulysses_finetune import shard_loss
 from ulysses_forward import sequence_parallelize
 from utils import adapters
@@ -303,7 +303,7 @@ def main():
     )
     for slices in (
         partial(tensor_parallelize, mesh=mesh), partial(dtensor_parallelize, mesh=mesh),
-        partial(combine, mesh=both),
+        partial(parallelize_tp_sp, mesh=both),
     ):  # fmt: skip
         model = peft.get_peft_model(llama(), lora(target_modules=["lm_head"]))
         refused(slices, base(model), message="lora: PEFT's adapters do not know of slices")

@@ -308,11 +308,11 @@ def test_microbatches(nproc, parts, odd_llama, tmp_path):
 BUGS = {
     # name: (part, file, right, wrong, what is off)
     "Task 5 sums all there is": (
-        "task_5", "collectives.py", "        tensor.grad = None\n", "        pass\n",
+        "task_5", "gradients.py", "        tensor.grad = None\n", "        pass\n",
         "a backward has added to gradients that are sums",
     ),
     "earlier gradients are lost": (
-        "task_5", "collectives.py", "tensor.grad.add_(grad)", "pass", "Task 5",
+        "task_5", "gradients.py", "tensor.grad.add_(grad)", "pass", "Task 5",
     ),
     "pretraining sums all there is": (
         "pretraining", "pretrain_2d.py", "with new_gradients(model.parameters()):", "if True:",
@@ -322,10 +322,10 @@ BUGS = {
         "replicas", "data_parallel.py", "parameter.grad /= group.size()", "pass", "data parallel",
     ),
     "a sum is not remembered": (
-        "wrong_use", "collectives.py", "{ranks, *others}", "set(others)", "sums over these ranks",
+        "wrong_use", "replicas.py", "{ranks, *others}", "set(others)", "sums over these ranks",
     ),
     "no label is one label": (
-        "no_labels", "ulysses_forward.py", "(targets != -100).sum()",
+        "no_labels", "sequence.py", "(targets != -100).sum()",
         "(targets != -100).sum().clamp(min=1)", "no labels: ",
     ),
     "gradients of no label are NaN": (
@@ -336,7 +336,7 @@ BUGS = {
         "calls", "shards.py", 'if given.get("labels") is not None:', "if False:", "",
     ),
     "a backward may add to a sum": (
-        "wrong_use", "collectives.py", "if sum_is_there:", "if False:", "has added to gradients",
+        "wrong_use", "replicas.py", "if sum_is_there:", "if False:", "has added to gradients",
     ),
 }  # fmt: skip
 

@@ -22,7 +22,7 @@ TECHNIQUES = {
     "shard_loss": ("ulysses_finetune", 1400),  # with Task 4's
     "generate": ("kv_cache", LINES),
     "ring_parallelize": ("ring_attention", 1250),  # with kernels and a sequence-parallel model
-    "combine": ("tp_ulysses", 1500),  # Tasks 2 and 4
+    "parallelize_tp_sp": ("tp_ulysses", 1500),  # Tasks 2 and 4
     "Pipeline": ("pipeline_llama", 1100),
     "Pipe": ("pipeline_threads", LINES),
     "average_gradients": ("data_parallel", LINES),

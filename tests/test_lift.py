@@ -93,7 +93,7 @@ def ring_attention(of):
 
 def tp_ulysses(of):
     axes = init_device_mesh("cpu", (2, 1), mesh_dim_names=("sp", "tp"))
-    by_tokens(of.combine(model(), axes), of)
+    by_tokens(of.parallelize_tp_sp(model(), axes), of)
 
 
 def ulysses_finetune(of):

@@ -31,7 +31,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from dtensor_llama import dtensor_parallelize
 from ring_attention import ring_parallelize
 from tp_llama import tensor_parallelize
-from tp_ulysses import combine
+from tp_ulysses import parallelize_tp_sp
 from ulysses_forward import sequence_parallelize
 from utils.gradients import local_part
 from utils.shards import shard_of
@@ -69,8 +69,9 @@ if __name__ == "__main__":
     for split in (
         partial(tensor_parallelize, mesh=mesh), partial(dtensor_parallelize, mesh=mesh),
         partial(sequence_parallelize, mesh=mesh), partial(ring_parallelize, mesh=mesh),
-        partial(combine, mesh=both), partial(combine, mesh=both, megatron_sp=True),
-        partial(combine, mesh=flat, sequence="usp", ulysses=2),
+        partial(parallelize_tp_sp, mesh=both),
+        partial(parallelize_tp_sp, mesh=both, megatron_sp=True),
+        partial(parallelize_tp_sp, mesh=flat, sequence="usp", ulysses=2),
     ):
         model = split(LlamaForCausalLM(LlamaConfig(**sizes)))
         check_copy(model, copy.deepcopy(copy.deepcopy(model)))

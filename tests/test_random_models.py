@@ -46,11 +46,11 @@ BUGS = {
         "gradient of model.embed_tokens.weight",
     ),
     "a KV head's gradient is one rank's": (
-        "collectives.py", "F.linear(x, copy_to_ranks(self.weight, holders), bias)",
+        "shards.py", "F.linear(x, copy_to_region(self.weight, group), bias)",
         "F.linear(x, self.weight, bias)", "gradient of .*k_proj.weight|v_proj.weight",
     ),
     "a mean over tokens without labels, too": (
-        "ulysses_forward.py", "(targets != -100).sum()", "targets.numel()", "loss: off",
+        "sequence.py", "(targets != -100).sum()", "targets.numel()", "loss: off",
     ),
 }  # fmt: skip
 

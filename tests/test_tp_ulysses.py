@@ -7,7 +7,7 @@ import pytest
 
 import launch
 from test_tasks import checks, passed
-from tp_ulysses import default_tp, neighbours
+from tp_ulysses import default_tp, ulysses_degree
 
 FILE = launch.TASKS / "tp_ulysses.py"
 WAYS = [[], ["--sequence", "ring"], ["--sequence", "usp"], ["--megatron-sp"],
@@ -68,10 +68,10 @@ def test_both_at_once(sp, tp, ulysses, odd_llama, tmp_path):
 
 
 def test_how_many_neighbours():
-    assert neighbours(8, keys=4, machine=8) == 4
-    assert neighbours(8, keys=8, machine=2) == 2  # the ring goes from machine to machine
-    assert neighbours(6, keys=4, machine=6) == 3
-    assert neighbours(5, keys=4, machine=5) == neighbours(4, keys=1, machine=0) == 1
+    assert ulysses_degree(8, keys=4, machine=8) == 4
+    assert ulysses_degree(8, keys=8, machine=2) == 2  # the ring goes from machine to machine
+    assert ulysses_degree(6, keys=4, machine=6) == 3
+    assert ulysses_degree(5, keys=4, machine=5) == ulysses_degree(4, keys=1, machine=0) == 1
 
 
 @pytest.mark.parametrize(("flags", "message"), [

@@ -28,7 +28,7 @@ from ring_attention import (
     ring_parallelize,
 )
 from shared_memory.traffic import Meter
-from tp_ulysses import combine
+from tp_ulysses import parallelize_tp_sp
 from utils.errors import UserError
 from utils.replicas import sum_gradients
 from utils.shards import shard_of
@@ -204,7 +204,7 @@ def record_mesh(run, mesh, megatron_sp, reference, ids):
     """A step on both axes."""
     holds, whole = {}, run.broadcast(reference and reference.model.embed_tokens.weight)
     watch = partial(MeshRecorder, mesh=mesh, embedded=F.embedding(ids, whole), holds=holds)
-    parallelize = partial(combine, mesh=mesh, megatron_sp=megatron_sp)
+    parallelize = partial(parallelize_tp_sp, mesh=mesh, megatron_sp=megatron_sp)
     told = record(run, parallelize, partial(sum_gradients, mesh=mesh["sp"]), reference, ids, watch)
     return told["parameters"], {
         "ranks": run.gather_objects(holds),

@@ -25,13 +25,13 @@ from harness.job import start
 from harness.measure import interleave, num_threads, ratio, threads_alone
 from harness.memory_profile import record_memory
 from shared_memory.traffic import bytes_sent
-from tp_ulysses import combine
+from tp_ulysses import parallelize_tp_sp
 from utils.errors import UserError
 from utils.llama import next_tokens
 from utils.replicas import sum_gradients
 
 TILE = 512  # tokens whose logits are there at once
-WAYS = {  # name: (tp, flags of `combine`); tp -1: all ranks
+WAYS = {  # name: (tp, flags of `parallelize_tp_sp`); tp -1: all ranks
     "ulysses": (1, {}),
     "ring, contiguous": (1, {"sequence": "ring", "zigzag": False}),
     "ring, zigzag": (1, {"sequence": "ring"}),
@@ -145,7 +145,7 @@ class Step:
         self.mesh = run.rectangle("sp", "tp", run.world_size if tp < 0 else tp)
         if alone:  # tp is 1: the row of one rank is both axes
             self.mesh = {"sp": self.mesh["tp"], "tp": self.mesh["tp"]}
-        self.model = run.load_model(partial(combine, mesh=self.mesh, **flags)).train()
+        self.model = run.load_model(partial(parallelize_tp_sp, mesh=self.mesh, **flags)).train()
         with warnings.catch_warnings(action="ignore"):  # its name will be another in transformers 6
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
 

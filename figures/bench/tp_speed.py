@@ -46,7 +46,8 @@ PROMPT, NEW_TOKENS = 128, 32
 LONG = 1024  # tokens; beyond, half of the layers: else 4 ranks do not fit into 24 GiB
 # Names in the profile under which a rank waits for others: the collectives, and the functions of
 # Task 2 that call them and do nothing else.
-WAITING = ("nccl", "c10d::", "_c10d_functional::", "CopyToRanks", "SumOverRanks", "GatherShares",
+WAITING = ("nccl", "c10d::", "_c10d_functional::", "CopyToRegion", "ReduceFromRegion",
+           "GatherShares",
            "VocabParallelCrossEntropy")  # fmt: skip
 
 

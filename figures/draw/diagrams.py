@@ -24,7 +24,7 @@ MODULES = {
     "lm_head": ("LM head", "B,S,V", "V,H"),
 }  # fmt: skip
 COLLECTIVES = {
-    "CopyToRanks": "f: all-reduce", "SumOverRanks": "g: all-reduce", "AllToAll": "all-to-all",
+    "CopyToRegion": "f: all-reduce", "ReduceFromRegion": "g: all-reduce", "AllToAll": "all-to-all",
     "VocabParallelCrossEntropy": "loss: all-gather of 3 numbers a token,",
     "sum_gradients": "all-reduce of all dW",
 }  # fmt: skip

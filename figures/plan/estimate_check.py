@@ -32,7 +32,7 @@ from pipeline_llama import BY_HAND, Pipeline, load_stages
 from ring_attention import ring_parallelize
 from shared_memory.traffic import bytes_sent
 from tp_llama import tensor_parallelize
-from tp_ulysses import combine
+from tp_ulysses import parallelize_tp_sp
 from ulysses_forward import sequence_parallelize
 from utils.partition import shard_range
 from utils.replicas import sum_gradients
@@ -187,7 +187,7 @@ def both_axes(run, ids, tp=pair_of, **flags):
     if flags.get("sequence") == "usp":
         flags["ulysses"] = pair_of(run.world_size)
     mesh = run.rectangle("sp", "tp", tp(run.world_size))
-    model = run.load_model(partial(combine, mesh=mesh, **flags))
+    model = run.load_model(partial(parallelize_tp_sp, mesh=mesh, **flags))
 
     def forward_backward():
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()

@@ -227,7 +227,7 @@ def bytes_held(model, optimizer):
 
 
 def check_memory(run, strategy, model, optimizer, activations):
-    """What a strategy splits is on one rank each, all else on every rank, to the byte.
+    """Check that sharded state exists once and replicated state on every rank, to the byte.
 
     And no rank has more of it than its share and a parameter: ZeRO-1 deals whole ones.
     """

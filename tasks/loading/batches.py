@@ -93,7 +93,7 @@ def gather_batch(run, batch):
 
 
 def check_partitions(run, data, parts, batches):
-    """What the ranks' batches have are the samples of each part, each as often, by value.
+    """Check that the ranks' batches partition the data set exactly, by the samples' values.
 
     And the parts, to train on and to validate with, have no sample of `data` in common.
     """

@@ -77,7 +77,7 @@ class ScatterSums(torch.autograd.Function):
 
 
 class TakeTokens(torch.autograd.Function):
-    """This rank's tokens of what all have.
+    """Slice a replicated tensor along the sequence: this rank keeps its own tokens.
 
             per rank        forward             backward
     x       (B, S, H)       a slice             all-gather(dy)

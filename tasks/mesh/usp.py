@@ -8,34 +8,34 @@ from ulysses_forward import to_heads, to_tokens
 from utils.collectives import gather_shares, group_of_axis, subgroup
 from utils.llama import held
 from utils.partition import shard_range
-from utils.sequence import become, share_heads
+from utils.sequence import convert_attention, share_heads
 
 
 def usp_attention(module, query, key, value, attention_mask, **kwargs):
     """Shapes as `ulysses_attention`'s, among the neighbours; attention_mask: `RingLlama.seen`."""
     S, ring = attention_mask.shape[-1], module.get_group()
     first, stop = shard_range(S, ring.size(), ring.rank())
-    share = module.get_inner(), module.heads, stop - first
+    share = module.get_ulysses_group(), module.heads, stop - first
     query, key, value = to_heads(query, key, value, *share)
     output, _ = ring_attention(module, query, key, value, attention_mask, **kwargs)
     return to_tokens(output, *share), None
 
 
 class USPLlama(RingLlama):
-    """Takes and gives whole sequences; a ring's share of the tokens is `inner` ranks' together."""
+    """Takes and gives whole sequences; a ring's share is the tokens of a Ulysses group together."""
 
     def order(self, length):
         return Ring(self.get_ring(), length, self.zigzag).order()
 
     def tokens(self, length):
-        ring, inner = self.get_ring(), self.get_inner()
+        ring, ulysses_group = self.get_ring(), self.get_ulysses_group()
         mine = self.order(length)[slice(*shard_range(length, ring.size(), ring.rank()))]
-        return mine[slice(*shard_range(len(mine), inner.size(), inner.rank()))]
+        return mine[slice(*shard_range(len(mine), ulysses_group.size(), ulysses_group.rank()))]
 
     def whole(self, x, length):
-        ring, inner = self.get_ring(), self.get_inner()
+        ring, ulysses_group = self.get_ring(), self.get_ulysses_group()
         first, stop = shard_range(length, ring.size(), ring.rank())
-        x = gather_shares(gather_shares(x, 1, stop - first, inner), 1, length, ring)
+        x = gather_shares(gather_shares(x, 1, stop - first, ulysses_group), 1, length, ring)
         return x[:, self.order(length).argsort().to(x.device)]
 
 
@@ -49,12 +49,12 @@ def usp_parallelize(model, mesh, ulysses, zigzag=True):
     group = group_of_axis(mesh)
     rank, ranks = group.rank(), group.size()
     first = rank // ulysses * ulysses
-    inner = subgroup(group, "neighbours", first, first + ulysses)
+    ulysses_group = subgroup(group, "neighbours", first, first + ulysses)
     ring = subgroup(group, "ring", rank - first, ranks, ulysses)
-    become(model, USPLlama, group, "usp", usp_attention)
-    share_heads(model, inner)
+    convert_attention(model, USPLlama, group, "usp", usp_attention)
+    share_heads(model, ulysses_group)
     for module in [model, *(layer.self_attn for layer in model.model.layers)]:
-        module.zigzag, module.get_inner = zigzag, held(inner)
+        module.zigzag, module.get_ulysses_group = zigzag, held(ulysses_group)
     for layer in model.model.layers:
         layer.self_attn.get_group = held(ring)
     model.get_ring = held(ring)

@@ -84,7 +84,7 @@ def all_gather(tensor, group):
     return everyone
 
 
-class CopyToRanks(torch.autograd.Function):
+class CopyToRegion(torch.autograd.Function):
     """Megatron's f (arXiv 1909.08053, section 3), in front of column-parallel layers.
 
             per rank        forward         backward
@@ -104,7 +104,7 @@ class CopyToRanks(torch.autograd.Function):
         return all_reduce(grad, ctx.group), None
 
 
-class SumOverRanks(torch.autograd.Function):
+class ReduceFromRegion(torch.autograd.Function):
     """Megatron's g, behind row-parallel layers: the conjugate of f.
 
             per rank        forward         backward
@@ -122,8 +122,8 @@ class SumOverRanks(torch.autograd.Function):
         return grad, None
 
 
-copy_to_ranks = CopyToRanks.apply  # f(x, group)
-sum_over_ranks = SumOverRanks.apply  # g(x, group)
+copy_to_region = CopyToRegion.apply  # f(x, group)
+reduce_from_region = ReduceFromRegion.apply  # g(x, group)
 
 
 class GatherShares(torch.autograd.Function):

@@ -26,7 +26,7 @@ def bound(function, **given):
 
 
 def check_ordinary(model):
-    """ValueError for what is no ordinary LlamaForCausalLM, or has a plan."""
+    """Reject subclasses of LlamaForCausalLM and models of DTensors, by a ValueError."""
     if type(model).__name__ != "LlamaForCausalLM":
         raise ValueError(f"not an ordinary LlamaForCausalLM: {type(model).__name__}")
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):

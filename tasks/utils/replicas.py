@@ -13,7 +13,7 @@ from utils.gradients import check_mesh, local_part, sum_in_place
 
 
 def sum_gradients(tensors, mesh, bucket_bytes=2**25):
-    """The one sum over ranks of what is replicated and has each rank's part of its gradient.
+    """All-reduce the gradients of replicated parameters over the ranks that split the tokens.
 
     mesh: of the axis whose ranks had different tokens. All of them must have gradients for the same
     tensors. In place. Small ones travel together, up to `bucket_bytes`: few messages, and little

@@ -11,14 +11,14 @@ import torch.nn.functional as F
 from transformers import LlamaForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from utils.collectives import gather_shares, sum_over_ranks
+from utils.collectives import gather_shares, reduce_from_region
 from utils.errors import UserError
 from utils.llama import check_ids, check_ordinary, check_tokens, guard, held, next_tokens, rope_of
 from utils.losses import cross_entropy
 from utils.partition import shard_heads, shard_range
 
 
-def become(model, kind, group, name, attend):
+def convert_attention(model, kind, group, name, attend):
     """Make a LlamaForCausalLM one of `kind`, whose layers call `attend`; it and they have `group`.
 
     name: of attend, in transformers' list. `model.before` are the configurations that it had, which
@@ -167,7 +167,7 @@ class SequenceParallelLlama(LlamaForCausalLM):
             loss = self.sum_of_losses(output.logits, mine(targets, -100))
             if num_items_in_batch is None:
                 num_items_in_batch = (targets != -100).sum()
-            loss = sum_over_ranks(loss, self.get_group()) / num_items_in_batch
+            loss = reduce_from_region(loss, self.get_group()) / num_items_in_batch
             output = type(output)(loss=loss, **output)  # the loss first, as in the whole model's
         return output.to_tuple() if return_dict is False else output
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from utils.collectives import copy_to_ranks
+from utils.collectives import copy_to_region
 from utils.llama import check_ids, check_ordinary, guard
 
 
@@ -78,13 +78,14 @@ def shard_of(parameter):
 class SharedLinear(nn.Linear):
     """A linear layer that several ranks hold whole, each using its output for other heads.
 
-    It is f applied to the weights: their gradient is the sum over `get_holders()`, these ranks.
+    It is f applied to the weights: their gradient is the sum over these ranks, of which
+    `get_kv_replica_group()` is the group.
     """
 
     def forward(self, x):
-        holders = self.get_holders()
-        bias = None if self.bias is None else copy_to_ranks(self.bias, holders)
-        return F.linear(x, copy_to_ranks(self.weight, holders), bias)
+        group = self.get_kv_replica_group()
+        bias = None if self.bias is None else copy_to_region(self.bias, group)
+        return F.linear(x, copy_to_region(self.weight, group), bias)
 
 
 def with_whole_logits(whole):
@@ -123,7 +124,7 @@ def refuse_as_whole(model):
 
 
 def check_whole(model):
-    """ValueError for what is no ordinary LlamaForCausalLM: it would lose a forward of its own."""
+    """Reject split models and subclasses, whose own forward would be lost, by a ValueError."""
     if "save_pretrained" in vars(model):
         raise ValueError("this model is tensor-parallel already")
     check_ordinary(model)
