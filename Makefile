@@ -39,13 +39,8 @@ help:
 	@echo "make lint, make clean"
 
 demo: .venv/ready
-	@set -e; for script in $(SCRIPTS); do \
-	  echo; sed -n '1s/^"""/=== /p' $$script; \
-	  echo "=== OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node $(NPROC) $$script" \
-	    "--model $$MODEL --dtype $$DTYPE --device $$DEVICE"; \
-	  OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node $(NPROC) $$script \
-	    --model "$$MODEL" --dtype "$$DTYPE" --device "$$DEVICE"; \
-	done
+	@$(BIN)/python launch/demo.py --nproc $(NPROC) --model "$$MODEL" --dtype "$$DTYPE" \
+	  --device "$$DEVICE" $(SCRIPTS)
 
 test: .venv/ready
 	$(BIN)/python -m pytest $(TEST_FLAGS) -m quick

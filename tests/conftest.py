@@ -2,10 +2,12 @@
 beside other tests. The CPU seconds that each script takes."""
 
 import fcntl
+import functools
 import os
 import re
 import subprocess
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -82,6 +84,9 @@ FIRST_S, LATER_S = 8 * 60 * 2, 40 * 2  # for these, and 40 s for each that came 
 # The same tests of the first ones took from 900 to 1,580 CPU seconds, by the hour. So the later
 # ones are held against what these take in the same run.
 FIRST_SLACK, LATER_SLACK = 2.5, 1.75
+FIXED_WORK_S = (
+    0.3  # of `fixed_work` on the machine of these limits; on a slower one they are higher
+)
 SHOWN_S = 15 * 2  # what a later one may take of `make demo`, too: as the README shows it
 SPENT = Counter()  # {script: CPU seconds of the tests that start it and no other}
 SHOWN = " as shown"  # {script + SHOWN: of these what the README's own command takes}
@@ -111,10 +116,26 @@ def pytest_testnodedown(node):
     SPENT.update(getattr(node, "workeroutput", {}).get("spent", {}))
 
 
+@functools.cache
+def fixed_work():
+    """CPU seconds of some work that is always the same: products of matrices, and a loop."""
+    x, begin = torch.ones(512, 512), time.process_time()
+    for _ in range(100):
+        x = (x @ x).clamp(max=1)
+    total = 0
+    for i in range(3_000_000):
+        total += i
+    return time.process_time() - begin
+
+
 def over_budget(config):
-    """What takes too long of `make test-all` and of `make demo`, in words."""
+    """What takes too long of `make test-all` and of `make demo`, in words.
+
+    It is printed on every machine; a run ends as failed for it with CI=true alone.
+    """
     if config.option.markexpr != WHOLE:
         return
+    pace = max(1, fixed_work() / FIXED_WORK_S)
     first = sum(s for name, s in SPENT.items() if name in FIRST or name == "the rest")
     limits = {"the first seven scripts and the rest": (first, FIRST_S, FIRST_SLACK)}
     slack = LATER_SLACK * max(1, first / FIRST_S)
@@ -124,23 +145,24 @@ def over_budget(config):
         ranks = int(re.search(r"--nproc_per_node (\d+)", shown)[1])  # `make demo` has 2
         limits[script + SHOWN] = SPENT[script + SHOWN], SHOWN_S * max(1, ranks / 2), slack
     for name, (seconds, limit, times) in limits.items():
-        if seconds > times * limit:
+        if seconds > times * limit * pace:
             yield (f"the tests of {name} took {seconds:.0f} CPU seconds, of {limit}, and more than "
-                   f"{times:.2f} times as many")  # fmt: skip
+                   f"{times * pace:.2f} times as many")  # fmt: skip
 
 
 def pytest_sessionfinish(session):
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["spent"] = dict(SPENT)
-    elif any(over_budget(session.config)) and session.exitstatus == 0:
-        session.exitstatus = 1
+    elif os.environ.get("CI") == "true" and session.exitstatus == 0:
+        session.exitstatus = int(any(over_budget(session.config)))
 
 
 def pytest_terminal_summary(terminalreporter, config):
     taken = (f"{script} {seconds:.0f}" for script, seconds in sorted(SPENT.items()))
     terminalreporter.line(f"CPU seconds by script: {', '.join(taken)}")
     for line in over_budget(config):
-        terminalreporter.line(f"FAILED {line}", red=True)
+        failed = "FAILED" if os.environ.get("CI") == "true" else "note:"
+        terminalreporter.line(f"{failed} {line}", red=True)
 
 
 def make_llama(directory, **changes):

@@ -161,24 +161,38 @@ def test_make_targets(target):
     assert launch.run(["make", "-n", target]).code == 0
 
 
+STARTED = """
+import json, sys
+print("started", *sys.argv[1:], flush=True)
+checks = [{"name": "the first", "share": 0.1}, {"name": "the second", "share": 0.2}]
+with open(sys.argv[-1], "w") as file:
+    json.dump({"checks": checks}, file)
+sys.exit(3 * ("tasks/tp_llama.py" in sys.argv))
+"""
+
+
 def test_make_demo(tmp_path):
     """It starts every script, once, with what MODEL, DTYPE, DEVICE and NPROC say, and shows so."""
-    for name in ("Makefile", "requirements.txt", "tasks"):
+    for name in ("Makefile", "requirements.txt", "tasks", "launch"):
         (tmp_path / name).symlink_to(launch.ROOT / name)
     torchrun = tmp_path / ".venv" / "bin" / "torchrun"
     torchrun.parent.mkdir(parents=True)
-    torchrun.write_text('#!/bin/sh\necho started "$@"\n')
+    torchrun.write_text(f"#!{sys.executable}\n{STARTED}")
     torchrun.chmod(0o755)
+    (torchrun.parent / "python").symlink_to(sys.executable)
     (tmp_path / ".venv" / "ready").write_text(f"{tmp_path.resolve()}\n")
     values = {"MODEL": "my model", "DTYPE": "float64", "DEVICE": "cpu", "NPROC": "3"}
     words = [f"{name}={value}" for name, value in values.items()]
     result = launch.run(["make", "demo", *words], cwd=tmp_path)
-    assert result.code == 0, result.tail()
+    assert result.code == 2, result.tail()  # make's own: one task has failed, and hides no other
     args = "--model my model --dtype float64 --device cpu"
     for script in launch.SCRIPTS:
         line = f"--standalone --nproc_per_node 3 tasks/{script}.py {args}"
-        assert result.out.count(f"\nstarted {line}\n") == 1, result.tail()
+        assert result.out.count(f"\nstarted {line} --json ") == 1, result.tail()
         assert result.out.count(f"torchrun {line}\n") == 1, result.tail()
+        row = re.search(rf"^{script} .*", result.out, re.M)[0]
+        assert row.endswith("FAILED (3)" if script == "tp_llama" else "ok"), row
+        assert "the second" in row and "20%" in row, row
     result = launch.run(["make", "help", *words], cwd=tmp_path)
     assert "DTYPE=float64" in result.out and "make test-real" in result.out, result.tail()
 

@@ -16,6 +16,7 @@ import torch
 from peft import PromptTuningConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from harness.environment import check_writable
 from harness.measure import is_for_memory, limited_memory, peak_memory_of_process
 from loading.presets import PRESETS
 
@@ -34,6 +35,7 @@ def main():
     parser.add_argument("--device", default="cpu", help="default cpu")
     parser.add_argument("--json", type=Path, help="write times and memory there")
     args = parser.parse_args()
+    check_writable(args.json)
     device = torch.device(args.device)
     torch.backends.cuda.enable_cudnn_sdp(False)  # as in the scripts that it is compared with
     torch.manual_seed(1337)

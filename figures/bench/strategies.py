@@ -20,6 +20,7 @@ import torch
 
 from figures import RECORDS
 from figures.bench.records import here_and_now, torchrun, write_record
+from harness.environment import check_writable
 from harness.flags import make_parser, positive
 from harness.job import start
 from harness.measure import interleave
@@ -42,8 +43,9 @@ def main():
     args = parser.parse_args()
     if args.only:
         start(args, measure)
-    whole = run_all(args)
     path = args.json or RECORDS / "strategies.json"
+    check_writable(path)
+    whole = run_all(args)
     write_record(path, whole)
     for line in rows(whole):
         print(line)

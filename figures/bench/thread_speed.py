@@ -18,6 +18,7 @@ from pathlib import Path
 
 from figures import RECORDS, TASKS
 from figures.bench.records import here_and_now, torchrun, write_record
+from harness.environment import check_writable
 from harness.flags import positive
 
 SCRIPT = TASKS / "pipeline_threads.py"
@@ -39,6 +40,7 @@ def main():
     add("--epochs", type=positive, default=4, help="of each mode, one to warm up; default 4")
     add("--json", type=Path, default=RECORDS / "thread_speed.json", help="default %(default)s")
     args = parser.parse_args()
+    check_writable(args.json)
     if args.epochs < 2:
         parser.error("--epochs: 2 or more, since the first warms up")
     flags = {

@@ -21,6 +21,7 @@ import torch
 
 from figures import RECORDS, TASKS
 from figures.bench.records import here_and_now, torchrun, write_record
+from harness.environment import check_writable
 
 SIZES = {  # model: flags
     "random/small-128k": ["--num-layers", 2, "--batch-size", 1, "--seq-len", 4096],
@@ -65,6 +66,7 @@ def main():
         "of what the JSON file has of it; default no")  # fmt: skip
     add("--trace", type=Path, help="of the README's size, see tp_training.py; default none")
     args = parser.parse_args()
+    check_writable(args.json)
     model = readme_model(args.ranks, room(args.ranks))
     trace = ["--trace", args.trace] if args.trace else []
     sizes = ({} if args.readme_only else SIZES) | {model: [*README, *trace]}

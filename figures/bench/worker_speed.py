@@ -22,6 +22,7 @@ from pathlib import Path
 
 from figures import RECORDS, TASKS
 from figures.bench.records import here_and_now, write_record
+from harness.environment import check_writable
 from harness.epochs import mean_and_deviation
 from harness.flags import positive
 
@@ -44,6 +45,7 @@ def main():
     add("--rounds", type=positive, default=2, help="jobs of each setting; default 2")
     add("--json", type=Path, default=RECORDS / "worker_speed.json", help="default %(default)s")
     args = parser.parse_args()
+    check_writable(args.json)
     if args.epochs < 2:
         parser.error("--epochs: 2 or more, since the first warms up")
     runs = {workers: [] for workers in args.workers}
