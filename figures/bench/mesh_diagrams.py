@@ -21,8 +21,8 @@ from ring_attention import (
     Ring,
     attend,
     attend_backward,
+    comm_bytes_per_layer,
     exchange,
-    formula,
     ring_backward,
     ring_forward,
     ring_parallelize,
@@ -139,7 +139,7 @@ def record_ring(run, mesh, zigzag, reference, ids):
     everyone = run.gather_objects(recorder.one_layer())
     return {
         "tokens": [[part.start, part.stop] for part in recorder.tokens],  # of each chunk
-        "formula": formula(model, *ids.shape),  # bytes that a rank sends forward, and backward
+        "formula": comm_bytes_per_layer(model, *ids.shape),  # forward, backward
         "hops": [{"phase": phase, "rank": rank} | hop for same in zip(*everyone, strict=True)
                  for rank, (phase, hop) in enumerate(same)],
     }  # fmt: skip
