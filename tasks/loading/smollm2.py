@@ -129,7 +129,9 @@ def convert_apart(file, reader, model):
 
     This one keeps neither the memory nor a transformers that thinks gguf is installed.
     """
-    code = "import sys; sys.path[:0] = sys.argv[1:3]; from loading import smollm2; smollm2.convert()"
+    code = (
+        "import sys; sys.path[:0] = sys.argv[1:3]; from loading import smollm2; smollm2.convert()"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code, Path(__file__).parent.parent, reader, file, model],
         env=os.environ | {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""},
