@@ -146,9 +146,8 @@ def show_training(run, mesh, batch, lr, iterations, splits=SPLITS):
         return trained(model, loss), torch.stack(kept).detach()
 
     expected, tokens = run.expect(expect, references)
-    own = harness.LIMITS["rms"] * harness.error_of_mean(
-        *tokens
-    )  # which weights, off by one step, share
+    # What weights that are off by one rounding share: every later loss is off by it, too.
+    own = harness.LIMITS["rms"] * harness.error_of_mean(*tokens)
     harness.refuse_if_endless(expected[0], lr)
     for wide in references[1:]:
         for parameter, of in zip(references[0].parameters(), wide.parameters(), strict=True):

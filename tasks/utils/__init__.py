@@ -6,7 +6,7 @@ It imports torch and transformers alone, no script, and nothing of the packages 
     loading         models, tokenizers and text
     checkpoints     of a training that is to be continued
     shared_memory   how ranks of one machine talk on a CPU
-    memory          Task 5's techniques
+    memory, mesh    more techniques, of Task 5 and of `tp_ulysses.py`
 
 A script's technique imports from `utils.<module>` and from the scripts that it builds on. All that
 proves it is loaded when the script runs: `import harness` loads nothing, and `harness.start` loads
