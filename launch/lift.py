@@ -28,6 +28,8 @@ class Module:
         self.text = self.path.read_text()
         self.lines = self.text.splitlines(keepends=True)
         self.tree = ast.parse(self.text)
+        above, found, _ = self.text.partition(SHOWN)
+        self.end = above.count("\n") if found else None  # of the technique, in a script
         self.definitions = {}  # {name: the statement that binds it}
         self.imports = {}  # {name: (project's module, its name there)}
         self.libraries = {}  # {name: an import statement}
@@ -55,10 +57,9 @@ class Module:
 
     def technique(self):
         """The names of what stands above "what is shown with it"."""
-        if SHOWN not in self.text:
+        if self.end is None:
             sys.exit(f"error: {self.path.name} has no line {SHOWN!r}")
-        end = self.text[: self.text.index(SHOWN)].count("\n")
-        return [name for name, node in self.definitions.items() if node.lineno < end]
+        return [name for name, node in self.definitions.items() if node.lineno < self.end]
 
     def source(self, node):
         """A statement's text, with the comment above it, without imports of the project."""
@@ -115,8 +116,7 @@ def find_needed(module, names):
             return (module, name) in needed
         needed.add((module, name))  # for those that need each other
         node = load(module).definitions[name]
-        after = load(module).text[: max(0, load(module).text.find(SHOWN))].count("\n")
-        free = not after or node.lineno < after
+        free = load(module).end is None or node.lineno < load(module).end
         for used in sorted(used_by(node)):
             if used in HARNESS:
                 free = False

@@ -355,7 +355,8 @@ def show(run, args):
         )
     harness.print_workers(run)
     loaders = [partition_dataset(part, B, collate)[0] for part in parts]
-    mesh, batches = (run.mesh("dp"), [loading.Batches(run, loader, collate) for loader in loaders])
+    mesh = run.mesh("dp")
+    batches = [loading.Batches(run, loader, collate) for loader in loaders]
     loading.check_partitions(run, data, parts, batches)
     steps = list(batches[0])
     reference, expected = None, None
