@@ -458,10 +458,7 @@ def test_segments_of_a_gpu():
 
 
 def test_longest_of_a_gpu():
-    """What a GPU held is the formula's within 2 %, and what fitted is no more than it says.
-
-    The formula before, which knew neither the end of the loss nor segments, is refused by both.
-    """
+    """What a GPU held is the formula's within 2 %, and what fitted is no more than it says."""
     folder, steps, lengths = launch.RECORDS / "gpu", 0, {}
     for path in folder.glob("*.json"):
         one = json.loads(path.read_text())
@@ -483,9 +480,6 @@ def test_longest_of_a_gpu():
             assert measured == pytest.approx(said, rel=0.02), (path, said)
             fits = longest_plan.estimate(of, config, 1, 2, budget, device)
             lengths[of] = run["found"] / fits
-            if of == "ours":
-                assert run["predicted_bytes"] * run["found"] + longest_plan.OTHER < 0.95 * measured
-                assert run["found"] / run["estimate"] < 0.8
     assert steps and 0.95 < lengths["ours"] <= 1 and 0.9 < lengths["selective checkpoint"] <= 1
 
 

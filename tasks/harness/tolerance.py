@@ -120,7 +120,10 @@ def measure(actual, reference, exact, own=0.0):
         five = torch.cat([three.square(), three[:2] * three[2]])
         rows.append(five.mean(2))
         columns = columns + five.sum(1)
-    rows = torch.cat(rows, dim=1)
+    # From here on it is little, and on the CPU: a GPU that others use, too, lets each value that is
+    # read wait for its turn.
+    rows, columns = torch.cat(rows, dim=1).cpu(), columns.cpu()
+    total, largest = total.cpu(), largest.cpu()
     count = rows.shape[1]
     columns = columns / count
     whole = rows.mean(1, keepdim=True)
@@ -166,8 +169,9 @@ def independent_roundings(reference, exact, dim, parts):
     parts: indices of the rows that tell. Two random directions in a space of n dimensions have in
     the mean a squared cosine of 1/n. Those of n tokens' errors are in such a space.
     """
+    parts = parts.to(reference.device)
     errors = reference.index_select(dim, parts).double() - exact.index_select(dim, parts).double()
-    errors = errors.movedim(dim, 0)
+    errors = errors.movedim(dim, 0).cpu()
     lengths = errors.norm(dim=1, keepdim=True)
     errors = (errors / lengths)[lengths[:, 0] > 0]
     pairs = len(errors) * (len(errors) - 1)
