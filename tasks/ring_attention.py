@@ -2,41 +2,36 @@
 
 As in Task 4 every rank has all weights and a share of the tokens. There heads were exchanged for
 tokens. Here a rank attends with its own queries to one rank's keys after another's, and the next
-are on their way meanwhile (arXiv 2310.01889). Were attention not causal:
+are on their way meanwhile (arXiv 2310.01889). Attention is causal, so later keys are skipped:
 
     hop     rank 0              rank 1              rank 2
     0       q0 to k0, v0        q1 to k1, v1        q2 to k2, v2
-    1       q0 to k2, v2        q1 to k0, v0        q2 to k1, v1
-    2       q0 to k1, v1        q1 to k2, v2        q2 to k0, v0
+    1       k2, v2 are later    q1 to k0, v0        q2 to k1, v1
+    2       k1, v1 are later    k2, v2 are later    q2 to k0, v0
 
 A block gives outputs and, for each query, the log of the sum of its scores' exponentials; by these,
 two blocks merge into what both sets of keys would have given at once. Backward, keys and values
 travel again, and behind them their gradients, to which each rank adds, on their way home. A block's
 gradients are exact, since its probabilities are made with the log-sum-exps of *all* keys.
 
-Because attention is causal, blocks of later keys are skipped, and a chunk of keys goes no further
-than to the last rank that needs it. What there is to do and to send depends on how tokens are dealt
-out, and on whether a rank sends to the next one (upwards) or to the one before:
-
-                                                    most work of a rank     sent in a forward
-    contiguous, upwards     rank r: share r of P    2 - 1/P times the mean  1/2 of all the way round
-    zigzag, downwards       r and 2P-1-r of 2P      the mean, as all ranks  3/4
-
-All the way round, a rank sends 2 (P-1) T/P K D e bytes: of T = B S tokens, K KV heads of D numbers
-of e bytes. The backward sends keys and values again, and as many gradients, in float32 at least. So
-balance costs half as many bytes again. (Zigzag: Llama 3, arXiv 2407.21783, section 3.3.2.)
+This file has it twice. First in its simplest form, for contiguous shares of one sequence without
+padding. Then as `ring_parallelize` gives it to a whole model: with equal work for all ranks
+(zigzag), with padding and packed documents, and without messages that nobody needs.
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 2 tasks/ring_attention.py
 
 checks what Task 4 checks against a single-rank run of the unmodified model: hidden states, logits,
 loss, gradients of the input embeddings and of all weights (batch of 2, left padding), text, bytes.
+Last, it checks the simplest form against one attention of the unmodified model.
 """
 
-from functools import partial
+from functools import lru_cache, partial
 from itertools import accumulate
 
 import torch
 from torch.autograd.function import once_differentiable
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 import harness
 from utils.collectives import group_of_axis
@@ -45,7 +40,103 @@ from utils.partition import shard_range
 from utils.point_to_point import exchange
 from utils.sequence import SequenceParallelLlama, convert_attention, heads_of
 
-# ---------------------------------------------------------------- the technique: who has what, when
+# ---------------------------------------------------------------- the technique, simplest form
+
+
+def merge(one, other):
+    """Merge partial attention over disjoint keys by log-sum-exp.
+
+    one, other: outputs (B, N, S, D), and for each query the log of the sum of its scores'
+    exponentials, (B, N, S).
+    """
+    (o, lse), (other_o, other_lse) = one, other
+    share = (other_lse - lse).sigmoid()  # of the other's exponentials in the sum of all
+    return o.lerp(other_o, share[..., None]), lse.logaddexp(other_lse)
+
+
+def start_hop(x, tokens, group):
+    """Begin to send x, (..., S/P, D), to the next rank, and to receive from the one before.
+
+    tokens: how many come, for shares may differ by one. Returns what will come, and the function
+    that waits until it has.
+    """
+    rank, P = group.rank(), group.size()
+    if P == 1:
+        return x, lambda: None
+    coming = x.new_empty(*x.shape[:-2], tokens, x.shape[-1])
+    wait = exchange([(x, (rank + 1) % P)], [(coming, (rank - 1) % P)], group)
+    return coming, wait
+
+
+def all_the_way_round(k, v, sizes, group):
+    """Yield (share, its keys and values, (2, B, K, S/P, D)): first this rank's, then all others'.
+
+    The next share comes while the caller works on this one.
+    """
+    share, here = group.rank(), torch.stack([k, v])
+    for _ in range(group.size() - 1):
+        share_before = (share - 1) % group.size()
+        coming, wait = start_hop(here, sizes[share_before], group)
+        yield share, here
+        wait()
+        share, here = share_before, coming
+    yield share, here
+
+
+class ContiguousRing(torch.autograd.Function):
+    """Causal attention of contiguous shares: rank r has share r, and sees shares 0 to r.
+
+                per rank            forward             backward
+    q           (B, N, S/P, D)      stays               dq: added up, share by share
+    k, v        (B, K, S/P, D)      go all the way      go again; dk and dv follow, and come home
+    o           (B, N, S/P, D)      merged              do: stays
+    """
+
+    @staticmethod
+    def forward(ctx, q, k, v, sizes, group):
+        """sizes: how many tokens each rank has."""
+        ctx.sizes, ctx.group = sizes, group
+        ctx.rests = {}  # of each block, what else the kernel's backward takes
+        rank, merged = group.rank(), None
+        for share, kv in all_the_way_round(k, v, sizes, group):
+            if share > rank:
+                continue  # all its keys are later than the queries
+            o, lse, ctx.rests[share] = attend(q, *kv, causal=share == rank)
+            block = o.to(lse.dtype), lse  # float32 at least
+            merged = merge(merged, block) if merged else block
+        o, lse = merged
+        output = o.to(q.dtype)
+        ctx.save_for_backward(q, k, v, output, lse)
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        q, k, v, output, lse = ctx.saved_tensors
+        rank, P = ctx.group.rank(), ctx.group.size()
+        dq = torch.zeros_like(q, dtype=lse.dtype)
+        coming, wait = 0, lambda: None
+        for share, kv in all_the_way_round(k, v, ctx.sizes, ctx.group):
+            dkv = torch.zeros_like(kv, dtype=lse.dtype)
+            if share <= rank:
+                block = q, *kv, output, lse, ctx.rests[share]
+                dq_block, dk, dv = attend_backward(grad, *block, causal=share == rank)
+                dq += dq_block
+                dkv += torch.stack([dk, dv])
+            wait()
+            dkv += coming  # what the ranks have added that had this share before
+            coming, wait = start_hop(dkv, ctx.sizes[(share - 1) % P], ctx.group)
+        wait()
+        dk, dv = coming  # of this rank's own keys and values: home again
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None
+
+
+# ---------------------------------------------------------------- the whole technique: who has what
+#
+# In the simplest form the last rank has the most work, and keys go on to ranks that skip them. What
+# follows can give each rank an early and a late chunk (zigzag), so that all have the same work, and
+# it ends a chunk's journey at the last rank that needs it: from there its gradients go home. It
+# knows padding and packed documents, too, which are not attended to.
 
 
 class Ring:
@@ -56,6 +147,17 @@ class Ring:
     in their own those that are not later. A hop is from rank r to r+1, or, with `zigzag`, to r-1:
     so all ranks on the way to the last that needs a chunk need it themselves. (Of one document. Of
     several, a chunk goes no further than to the last that has queries of its documents.)
+
+    What there is to do and to send depends on the layout:
+
+                                                    most work of a rank     sent in a forward
+    contiguous, upwards     rank r: share r of P    2 - 1/P times the mean  1/2 of all the way round
+    zigzag, downwards       r and 2P-1-r of 2P      the mean, as all ranks  3/4
+
+    All the way round, a rank sends 2 (P-1) T/P K D e bytes: of T = B S tokens, K KV heads of D
+    numbers of e bytes. The backward sends keys and values again, and as many gradients, in float32
+    at least. So balance costs half as many bytes again. (Zigzag: Llama 3, arXiv 2407.21783, section
+    3.3.2.)
     """
 
     def __init__(self, group, length, zigzag, real=None):
@@ -144,18 +246,24 @@ class Ring:
         return coming, exchange(sends, receives, self.group)
 
 
-# ---------------------------------------------------------------- the technique: attention
+def ring_of(group, length, zigzag, mask=None):
+    """The `Ring` of a length and a mask, (B, 1, 1, S): all layers of a forward get the same one."""
+    if mask is None:
+        return build_ring(group, length, zigzag, None, None)
+    # The version changes with the values. Inference mode counts none: nothing is equal to object().
+    version = object() if mask.is_inference() else mask._version
+    return build_ring(group, length, zigzag, mask, version)
 
 
-def merge(one, other):
-    """Merge partial attention over disjoint keys by log-sum-exp.
+@lru_cache(maxsize=2)  # without a mask, of which the order of tokens is asked for, and with one
+def build_ring(group, length, zigzag, mask, version):
+    """A Ring. The cache knows a mask by its identity, and keeps it: none can be taken for it."""
+    # A copy: should the mask be changed in place, a backward still needs what its forward saw.
+    real = None if mask is None else mask[:, 0, 0].clone()
+    return Ring(group, length, zigzag, real)
 
-    one, other: outputs (B, N, S, D), and for each query the log of the sum of its scores'
-    exponentials, (B, N, S).
-    """
-    (o, lse), (other_o, other_lse) = one, other
-    share = (other_lse - lse).sigmoid()  # of the other's exponentials in the sum of all
-    return o.lerp(other_o, share[..., None]), lse.logaddexp(other_lse)
+
+# ---------------------------------------------------------------- the whole technique: attention
 
 
 def travel(ring, k, v):
@@ -252,8 +360,8 @@ def ring_attention(module, query, key, value, attention_mask, dropout=0.0, **kwa
     """
     if dropout:
         raise ValueError("attention dropout: not in a ring")
-    real = attention_mask[:, 0, 0] if attention_mask.shape[2] else None
-    ring = Ring(module.get_group(), attention_mask.shape[-1], module.zigzag, real)
+    length, mask = attention_mask.shape[-1], attention_mask if attention_mask.shape[2] else None
+    ring = ring_of(module.get_group(), length, module.zigzag, mask)
     return RingAttention.apply(query, key, value, ring).transpose(1, 2), None
 
 
@@ -261,7 +369,7 @@ class RingLlama(SequenceParallelLlama):
     """Takes and gives whole sequences, in order, as Task 4's; tokens are dealt out by a ring."""
 
     def order(self, length):
-        return Ring(self.get_group(), length, self.zigzag).order()
+        return ring_of(self.get_group(), length, self.zigzag).order()
 
     def tokens(self, length):
         return self.order(length)[super().tokens(length)]
@@ -303,6 +411,53 @@ def comm_bytes_per_layer(model, B, S, group=None, keys=None):
     return numbers * dtype.itemsize, numbers * (dtype.itemsize + wide.itemsize)
 
 
+def check_simplest(run, group, batch_size, length):
+    """Hold `ContiguousRing` against the unmodified model's attention, on random q, k, v.
+
+    Compared are this rank's outputs, and its gradients of q, k, v under a random one of the
+    outputs.
+    """
+    config, length = run.source.config, max(length, group.size())  # each rank needs a token
+    with torch.device("meta"):  # it has no weights, but for its projections
+        attention = LlamaAttention(config, 0)
+    shares = [shard_range(length, group.size(), rank) for rank in range(group.size())]
+    sizes = [stop - first for first, stop in shares]
+    mine = slice(*shares[group.rank()])
+    torch.manual_seed(run.seed)
+    N, K = config.num_attention_heads, config.num_key_value_heads
+    *qkv, grad = (
+        torch.randn(batch_size, heads, length, attention.head_dim, dtype=torch.float32).to(
+            run.device, run.dtype
+        )
+        for heads in (N, K, K, N)
+    )
+
+    def step(attend, tensors, grad):
+        tensors = [tensor.detach().requires_grad_() for tensor in tensors]
+        o = attend(*tensors)
+        return o.detach(), *torch.autograd.grad(o, tensors, grad)
+
+    def alone(dtype):
+        def attend(q, k, v):
+            unmodified = ALL_ATTENTION_FUNCTIONS[config._attn_implementation]
+            return unmodified(attention, q, k, v, None)[0].transpose(1, 2)
+
+        return step(attend, [t.to(dtype) for t in qkv], grad.to(dtype))
+
+    def ring(q, k, v):
+        return ContiguousRing.apply(q, k, v, sizes, group)
+
+    dtypes = [run.dtype]
+    if run.dtype in harness.WIDER:  # what the reference's own rounding is measured against
+        dtypes.append(harness.WIDER[run.dtype])
+    expected = run.expect(alone, dtypes if run.rank == 0 else [])
+    actual = step(ring, [t[:, :, mine] for t in qkv], grad[:, :, mine])
+    kinds = "outputs", "query grad", "key grad", "value grad"
+    for kind, ours, theirs in zip(kinds, actual, expected, strict=True):
+        pair = ours, *(t[:, :, mine] for t in theirs)
+        run.check(f"simplest ring, one attention: {kind}", [pair])
+
+
 def main():
     parser = harness.add_model_flags(harness.make_parser(__doc__))
     parser.add_argument(
@@ -315,10 +470,11 @@ def main():
 
 
 def show(run, args):
-    """All checks of the model, its text, bytes, time and memory."""
+    """All checks of the model, its text, bytes, time and memory; and of the simplest form."""
     mesh = run.mesh("sp")
     parallelize = partial(ring_parallelize, mesh=mesh, zigzag=args.layout == "zigzag")
     harness.show_sequence(run, harness.Workload.of(args), mesh, parallelize, comm_bytes_per_layer)
+    check_simplest(run, mesh.get_group(), args.batch_size, args.seq_len)
 
 
 if __name__ == "__main__":

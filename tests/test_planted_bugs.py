@@ -1106,6 +1106,22 @@ BUGS = {
         "ring_attention", 2, "ring_attention.py", "(q, k, v, o, lse)", "(q, k, v, o, lse - 0.01)",
         "grad",
     ),
+    "in the simplest ring log-sum-exps are not merged": (
+        "ring_attention", 3, "ring_attention.py", "merge(merged, block) if merged else block",
+        "(merge(merged, block)[0], block[1]) if merged else block", "simplest ring, .*: outputs",
+    ),
+    "in the simplest ring gradients do not come home": (
+        "ring_attention --seq-len 24", 2, "ring_attention.py", "        dk, dv = coming  #",
+        "        dk, dv = dkv  #", "simplest ring, .*: (key|value) grad",
+    ),
+    "in the simplest ring gradients on their way are dropped": (
+        "ring_attention", 3, "ring_attention.py", "dkv += coming  #", "dkv += 0 * coming  #",
+        "simplest ring, .*: (key|value) grad",
+    ),
+    "in the simplest ring later keys are seen": (
+        "ring_attention", 2, "ring_attention.py", "            if share > rank:\n",
+        "            if False:\n", "simplest ring, .*: outputs",
+    ),
     "saved outputs forget the ring": (
         "ulysses_finetune --attention ring", 2, "long_sequence.py",
         "self.attend_backward = partial(ring_backward, self.ring)", "pass", "grad",

@@ -141,6 +141,135 @@ def test_causal_block():
     )
 
 
+# Run on two ranks: how many rings are built, and whether attention follows the mask.
+COUNT = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import ring_attention
+from utils.replicas import sum_gradients
+
+dist.init_process_group("gloo")
+mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("sp",))
+built = 0
+
+
+class Counted(ring_attention.Ring):
+    def __init__(self, *args):
+        global built
+        built += 1
+        super().__init__(*args)
+
+
+ring_attention.Ring = Counted
+config = LlamaConfig(
+    vocab_size=50, hidden_size=24, intermediate_size=40, num_hidden_layers=3,
+    num_attention_heads=6, num_key_value_heads=2, head_dim=4, attn_implementation="sdpa",
+)
+torch.manual_seed(0)
+whole = LlamaForCausalLM(config).double().train()
+ids = torch.randint(50, (2, 12))
+masks = torch.ones(2, 2, 12, dtype=torch.bool)
+masks[0, 1, :3] = masks[1, 0, :7] = False
+nothing = torch.ones(2, 12, dtype=torch.bool)
+
+
+def parallel(zigzag):
+    model = LlamaForCausalLM(config).double().train()
+    model.load_state_dict(whole.state_dict())
+    return ring_attention.ring_parallelize(model, mesh, zigzag)
+
+
+def logits_of(model, mask, **inputs):
+    return model(**(inputs or dict(input_ids=ids)), attention_mask=mask).logits[mask]
+
+
+def same(ours, theirs):
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10)
+
+
+def builds(times, model, mask):
+    before = built
+    logits = logits_of(model, mask)
+    assert built - before == times, (built - before, times)
+    same(logits, logits_of(whole, mask))
+    return logits
+
+
+split, other = parallel(True), parallel(False)
+builds(1, split, nothing)  # as many as forwards, not as layers
+builds(0, split, nothing)
+builds(1, split, masks[0])
+builds(1, split, masks[1])
+mask = masks[0].clone()
+builds(1, split, mask)
+mask.copy_(masks[1])  # in place
+builds(1, split, mask)
+builds(2, other, mask)  # another layout, of its own order
+builds(1, other, mask)
+with torch.inference_mode():
+    builds(1 + 3, split, mask.clone())
+
+# Those who call the layers hold the mask themselves.
+seen = split.seen(12, masks[0])
+tokens = split.tokens(12)
+embeddings = split.get_input_embeddings()(ids[:, tokens]).detach()
+
+
+def hidden():
+    return split.model(None, seen, tokens[None], inputs_embeds=embeddings)[0]
+
+
+def expected(mask):
+    return whole.model(ids, attention_mask=mask)[0][:, tokens]
+
+
+for mask, times in (masks[0], 1), (masks[1], 1), (masks[1], 0):
+    before = built
+    seen.copy_(mask[:, None, None])
+    real = mask[:, tokens, None]
+    same(hidden() * real, expected(mask) * real)
+    assert built - before == times
+
+# Recomputed in the backward, of two forwards whose mask is the same tensor, changed in between.
+for recompute in False, True:
+    if recompute:
+        split.gradient_checkpointing_enable({"use_reentrant": False})
+    split.zero_grad()
+    whole.zero_grad()
+    mask = masks[0].clone()
+    losses = []
+    before = built
+    for values in masks:
+        mask = values.clone() if recompute else mask.copy_(values)
+        losses.append(logits_of(split, mask).square().mean())
+    assert built - before == 2
+    for loss in losses:
+        loss.backward()
+    # The last forward's is at hand; then the first one's, for all layers.
+    assert built - before == (4 if recompute else 2), built - before
+    sum_gradients(split.parameters(), mesh)
+    for values in masks:
+        logits_of(whole, values).square().mean().backward()
+    for ours, theirs in zip(split.parameters(), whole.parameters(), strict=True):
+        same(ours.grad, theirs.grad)
+print(f"counted (rank={dist.get_rank()})", flush=True)
+dist.destroy_process_group()
+"""
+
+
+def test_a_ring_is_built_once(tmp_path):
+    """One for each forward, not for each layer; and never one of a mask that has changed."""
+    path = tmp_path / "count.py"
+    path.write_text(COUNT)
+    result = launch.torchrun(path, launch.TASKS, nproc=2, timeout=120)
+    assert not result.code and result.out.count("counted (rank=") == 2, result.tail()
+
+
 RUNS = [(2, 31), (3, 31), (4, 31), (5, 29), (6, 7), (7, 37), (4, 3), (1, 31)]
 QUICK_RUNS = [("contiguous", 3, 31), ("zigzag", 4, 3)]
 

@@ -3,7 +3,7 @@
 Shapes as in `utils/__init__.py`.
 """
 
-from ring_attention import Ring, RingLlama, ring_attention
+from ring_attention import RingLlama, ring_attention, ring_of
 from ulysses_forward import to_heads, to_tokens
 from utils.collectives import gather_shares, group_of_axis, subgroup
 from utils.llama import held
@@ -25,7 +25,7 @@ class USPLlama(RingLlama):
     """Takes and gives whole sequences; a ring's share is the tokens of a Ulysses group together."""
 
     def order(self, length):
-        return Ring(self.get_ring(), length, self.zigzag).order()
+        return ring_of(self.get_ring(), length, self.zigzag).order()
 
     def tokens(self, length):
         ring, ulysses_group = self.get_ring(), self.get_ulysses_group()
