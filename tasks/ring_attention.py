@@ -247,17 +247,20 @@ class Ring:
 
 
 def ring_of(group, length, zigzag, mask=None):
-    """The `Ring` of a length and a mask, (B, 1, 1, S): all layers of a forward get the same one."""
+    """The `Ring` of a length and a mask, (B, 1, 1, S); all layers of a forward get the same one."""
     if mask is None:
         return build_ring(group, length, zigzag, None, None)
-    # The version changes with the values. Inference mode counts none: nothing is equal to object().
-    version = object() if mask.is_inference() else mask._version
-    return build_ring(group, length, zigzag, mask, version)
+    if mask.is_inference():  # its changes are not counted
+        return build_ring.__wrapped__(group, length, zigzag, mask, None)
+    return build_ring(group, length, zigzag, mask, mask._version)
 
 
-@lru_cache(maxsize=2)  # without a mask, of which the order of tokens is asked for, and with one
+@lru_cache(maxsize=2)  # one without a mask, which knows the order of the tokens, and one with it
 def build_ring(group, length, zigzag, mask, version):
-    """A Ring. The cache knows a mask by its identity, and keeps it: none can be taken for it."""
+    """A Ring. The cache tells masks apart by identity, and their values by the version.
+
+    It keeps the mask alive, so that no other tensor can have its identity.
+    """
     # A copy: should the mask be changed in place, a backward still needs what its forward saw.
     real = None if mask is None else mask[:, 0, 0].clone()
     return Ring(group, length, zigzag, real)
