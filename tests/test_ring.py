@@ -237,7 +237,17 @@ for mask in masks[1], masks[1], masks[0]:
     same(hidden() * real, expected(mask) * real)
     assert built - before == times
 
-# Two forwards, then their backwards: without recomputation the mask may be changed in between.
+# A backward is of the mask that its forward saw.
+weight = split.model.layers[0].self_attn.k_proj.weight
+gradients = []
+for changed in masks[0], masks[1]:
+    seen.copy_(masks[0][:, None, None])
+    output = hidden()
+    seen.copy_(changed[:, None, None])
+    gradients += torch.autograd.grad(output.square().sum(), weight)
+assert gradients[0].equal(gradients[1])
+
+# Two forwards, then their backwards.
 for recompute in False, True:
     if recompute:
         split.gradient_checkpointing_enable({"use_reentrant": False})
