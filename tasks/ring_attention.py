@@ -457,8 +457,12 @@ def check_simplest(run, group, batch_size, length):
     actual = step(ring, [t[:, :, mine] for t in qkv], grad[:, :, mine])
     kinds = "outputs", "query grad", "key grad", "value grad"
     for kind, ours, theirs in zip(kinds, actual, expected, strict=True):
-        pair = ours, *(t[:, :, mine] for t in theirs)
-        run.check(f"simplest ring, one attention: {kind}", [pair])
+        pair = [ours, *(t[:, :, mine] for t in theirs)]
+        if kind == "query grad" and group.rank() == 0:
+            # The first query sees one key, whatever it is: its gradient is 0, and rounding.
+            pair = [t[:, :, 1:] for t in pair]
+        by_token = [t.transpose(1, 2).flatten(2) for t in pair]  # all heads of a token
+        run.check(f"simplest ring, one attention: {kind}", [by_token])
 
 
 def main():
