@@ -79,7 +79,9 @@ class RingRecorder(Meter):
                 return super().pass_on(hop, leaving, k, home)
 
         return mock.patch.multiple(
-            ring_attention, Ring=WatchedRing, exchange=partial(self.exchange, exchange),
+            ring_attention, Ring=WatchedRing,
+            build_ring=ring_attention.build_ring.__wrapped__,  # keeps none, watched or not
+            exchange=partial(self.exchange, exchange),
             attend=partial(self.block, attend, 0),
             attend_backward=partial(self.block, attend_backward, 1),
             ring_forward=partial(self.layer, ring_forward, "forward"),
