@@ -421,7 +421,7 @@ def check_simplest(run, group, batch_size, length):
     outputs.
     """
     config, length = run.source.config, max(length, group.size())  # each rank needs a token
-    with torch.device("meta"):  # it has no weights, but for its projections
+    with torch.device("meta"):  # weights are not needed: q, k, v are drawn
         attention = LlamaAttention(config, 0)
     shares = [shard_range(length, group.size(), rank) for rank in range(group.size())]
     sizes = [stop - first for first, stop in shares]
