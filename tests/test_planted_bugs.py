@@ -871,11 +871,11 @@ BUGS = {
         "pass", "zero1: bytes",
     ),
     "gradients add up over the steps": (
-        "data_parallel --strategy by-hand", 2, "epochs.py",
+        "data_parallel --strategy by-hand", 2, "data_parallel.py",
         "        optimizer.zero_grad()\n        part", "        part", "losses of the training",
     ),
     "each rank validates for itself": (
-        "data_parallel --strategy ddp", 2, "epochs.py", "run.gather(sums).sum(0)", "sums",
+        "data_parallel --strategy ddp", 2, "data_parallel.py", "all_reduce(sums, group)", "sums",
         "losses of the training",
     ),
     "gradients go to their file before the average": (

@@ -25,12 +25,13 @@ ROOMS = {
     "memory_profile": "PARTS_OF_PEAK record_memory record_step trace_of write_trace",
     "budget": "error_of_loss limited_to_budget numbers_at_peak warm_up_adam",
     # Train: by epochs of samples, an adapter, from nothing.
-    "epochs": "bytes_held check_losses estimate expect_training losses_alone losses_of_training"
-    " mean_and_deviation print_workers train_by_epochs train_epoch validate",
+    "epochs": "bytes_held bytes_kept check_losses check_memory estimate expect_training"
+    " losses_alone losses_of_epochs losses_of_training print_epoch print_pace print_workers"
+    " record_epoch",
     "gradient_files": "GRADIENTS_FILE compare_files empty_folder write_gradients",
     "finetune": "adapter_config add_memory_flags each_alone identity_of_finetuning load_adapted"
     " possible_techniques read_text report_training save_result techniques_of warm_up"
     " within_budget",
-    "pretraining": "Trial check_fully_split evaluate export identity_of_pretraining make_mesh"
+    "pretraining": "Trial check_fully_split export identity_of_pretraining make_mesh"
     " number_of_steps progress saving say_what_was_learnt",
 }
