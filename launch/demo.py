@@ -16,6 +16,9 @@ import tempfile
 import time
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tasks"))
+from harness.terminal import styled
+
 COLUMNS = "task", "checks", "nearest to its tolerance", "share", "seconds", ""
 
 
@@ -25,7 +28,8 @@ def run(script, args, record):
     shown = ["--standalone", "--nproc_per_node", args.nproc, script, "--model", args.model]
     shown += ["--dtype", args.dtype, "--device", args.device]
     title = ast.get_docstring(ast.parse(Path(script).read_text())).partition("\n")[0]
-    print(f"\n=== {title}\n=== OMP_NUM_THREADS=1 {torchrun} {' '.join(shown)}", flush=True)
+    print(styled(f"\n=== {title}", "bold"))
+    print(f"=== OMP_NUM_THREADS=1 {torchrun} {' '.join(shown)}", flush=True)
     begin = time.monotonic()
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run([torchrun, *shown, "--json", record], env=environment)
@@ -53,9 +57,10 @@ def show_table(rows):
     """Print the rows below their columns' names."""
     widths = [max(map(len, column)) for column in zip(COLUMNS, *rows, strict=True)]
     for row in (COLUMNS, *rows):
-        print(
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        )
+        *cells, ended = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        style = "bold" if row is COLUMNS else "green" if row[-1] == "ok" else "red"
+        line = "  ".join(cells)
+        print(styled(line, style) if row is COLUMNS else f"{line}  {styled(ended.strip(), style)}")
 
 
 def main():

@@ -22,8 +22,9 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 import launch
 from conftest import make_llama
 from harness import environment, job, measure
-from harness.checks import covered
+from harness.checks import NAME_WIDTH, covered, shortened
 from harness.model_checks import number_of_parameters
+from harness.terminal import styled
 from loading.architectures import ALL_FAMILIES, DROPOUTS, count_parameters, restore_dropout
 from loading.models import TINY, Source
 from loading.presets import LLAMA3_ROPE, PRESETS
@@ -607,3 +608,46 @@ def test_docstrings_speak_for_themselves():
             said = (ast.get_docstring(node) if isinstance(node, kinds) else None) or ""
             said = re.sub(r"rank \d  .*", "", said)  # a timeline, of F0 and B0
             assert not re.search(r"\b[A-F]\d{1,2}\b", said), (file.name, said)
+
+
+# ---------------------------------------------------------------- what people see
+
+
+def test_styled(monkeypatch):
+    """Colours in a terminal alone, and not where NO_COLOR is set or the terminal knows none."""
+    for variable in ("NO_COLOR", "TERM"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: False, raising=False)
+    assert styled("ok", "green") == "ok"
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    assert styled("ok", "green") == "\033[32mok\033[0m"
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert styled("ok", "green") == "ok"
+    monkeypatch.setenv("NO_COLOR", "")  # which is as if it were not set
+    assert styled("FAILED", "red") == "\033[31mFAILED\033[0m"
+    monkeypatch.setenv("TERM", "dumb")
+    assert styled("ok", "green") == "ok"
+
+
+def test_a_long_name_of_a_check():
+    """It is a line of a hundred characters, too; how it begins and ends is seen."""
+    name = "logits: base_model.model.model.layers.*.self_attn.q_proj.lora_A.default.weight grad"
+    assert shortened("loss") == "loss"
+    short = shortened(name)
+    assert len(short) == NAME_WIDTH and short.startswith("logits: base_model")
+    assert short.endswith(".self_attn.q_proj.lora_A.default.weight grad")
+
+
+def test_verbose(tmp_path):
+    """Below each check all that it measured; without --verbose nothing, and the same otherwise."""
+    path = launch.TASKS / "tp_mlp.py"
+    args = ["--hidden-size", 8, "--intermediate-size", 12, "--device", "cpu"]
+    short = launch.ranks(path, *args, nproc=2, folder=tmp_path)
+    full = launch.ranks(path, *args, "--verbose", nproc=2, folder=tmp_path)
+    assert short.code == full.code == 0, full.tail()
+    lines = full.out.splitlines()
+    details = [after for line, after in itertools.pairwise(lines) if line.startswith("check ")]
+    assert details and all(re.match(r"    rank \d is nearest; mean\|diff\| ", d) for d in details)
+    assert any("reference's own" in d and "rms 0." in d for d in details), details
+    left = [line for line in lines if not line.startswith("    rank ")]
+    assert left == short.out.splitlines()

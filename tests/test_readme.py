@@ -76,11 +76,8 @@ def alike(wanted, line):
         return wanted.split("): ")[0] == line.split("): ")[0]
     if " checks, nearest to its tolerance: " in wanted:  # so does which it is
         return wanted.split(",")[0] == line.split(",")[0]
-    if wanted.startswith("check "):  # not: its differences, and whose they are
-        parts = [
-            re.sub(r"max\|diff.*tolerance|\(rank=\d+\)|(?<=reference's own ).*", "", text)
-            for text in (wanted, line)
-        ]
+    if wanted.startswith("check "):  # not: its difference
+        parts = [re.sub(r"\S+ of (?=\S+ +ok$)", "of ", text) for text in (wanted, line)]
     else:
         parts = [wanted, line]
     if re.sub(NUMBER, "#", parts[0]) != re.sub(NUMBER, "#", parts[1]):
@@ -88,8 +85,8 @@ def alike(wanted, line):
     if re.match(VARIES, wanted):
         return True
     a, b = ([float(x.replace(",", "")) for x in re.findall(NUMBER, text)] for text in parts)
-    if wanted.startswith("check "):
-        # Its last number is the tolerance of the tensor that came nearest to it; which one of
+    if re.search(r" of \S+ +ok$", wanted):
+        # A check's last number is the tolerance of the tensor that came nearest to it; which one of
         # several that is depends on the machine's kernels.
         (*a, tolerance), (*b, other) = a, b
         return a == b and (tolerance == other or tolerance < 10 * other < 100 * tolerance)
@@ -98,13 +95,15 @@ def alike(wanted, line):
 
 def test_alike():
     """It can fail: another word, another number, another order."""
-    check = "check loss: max|diff| 1e-07, mean|diff| 2e-08, tolerance 8.4e-05 (rank=0): ok"
-    assert alike(check, check.replace("1e-07", "0.0e+00").replace("(rank=0)", "(rank=1)"))
+    check = "check loss of 3 steps  1.0e-07 of 8.4e-05  ok"
+    assert alike(check, check.replace("1.0e-07", "0.0e+00"))
     assert alike(check, check.replace("8.4e-05", "2.4e-05"))
     assert not alike(check, check.replace("8.4e-05", "8.4e-01"))
-    assert not alike(check, check.replace("8.4e-05", "0.0e+00"))
-    assert not alike(check.replace("8.4e-05", "0.0e+00"), check)
-    assert not alike(check, check.replace("loss", "logits"))
+    exact = check.replace("1.0e-07 of 8.4e-05", "exact             ")
+    assert alike(exact, exact) and not alike(exact, check) and not alike(check, exact)
+    for line in check, exact:
+        assert not alike(line, line.replace("loss", "logits"))
+        assert not alike(line, line.replace("3 steps", "4 steps"))
     assert not alike("x: tensor([ 0.51, -5.87])", "x: tensor([ 0.51, -5.80])")
     assert alike("torch.allclose(output, x): True", "torch.allclose(output, x): False, 1 of 2")
     assert not alike("torch.allclose(output, x): True", "torch.allclose(input_grad, x): True")
@@ -123,6 +122,11 @@ def test_every_task_is_shown():
     assert all(f"(figures/outputs/{script}.txt)" in TEXTS[PAGES[0]] for script in SHOWN)
     assert all("Tests passed (rank=0)" in printed for *_, printed in SHOWN.values())
     assert {name for of_script in report.MORE.values() for name in of_script} == MORE_SHOWN.keys()
+    for path in launch.FIGURES.glob("outputs/*.txt"):
+        lines = [line for line in path.read_text().splitlines() if line.startswith("check ")]
+        assert all(
+            len(line) < 100 and re.search(r" (exact|\S+ of \S+) +ok$", line) for line in lines
+        )
 
 
 # What these do, other tests do, too.

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from harness.float64 import compute_in_float64
+from harness.terminal import styled
 from harness.tolerance import CHUNK, LIMITS, WHOLE, judge, measure, worst_relative
 from harness.wider import WIDER, widen
 from utils.gradients import local_part
@@ -18,6 +19,7 @@ from utils.shards import SharedLinear, shard_of
 # of the number of additions: about 1e-14. In float32 and bfloat16 it is measured: `tolerance.py`.
 # What should be zero in one layer, and is rounding, may be off by FLOOR of what others have.
 TOLERANCE, FLOOR = 1e-10, 1e-13
+NAME_WIDTH = 69  # characters, so that a check is one line of at most 100
 HIDES = 0.1  # a reference that is off by such a share of its values hides too much
 # Checks whose tolerance is not one of rounding: of printed values, and of how far a loss goes down.
 OTHERWISE = "golden", "last loss"
@@ -101,20 +103,23 @@ class Comparison:
         rank = max(range(self.world_size), key=lambda r: everyone[r]["share"])
         worst = everyone[rank]
         if worst["share"] < 0:
-            self.print0(f"FAILED {name} (rank={rank}): nothing was compared")
+            self.print_failed(name, rank, "nothing was compared")
             self.exit(1)
         passed, nearest = worst["share"] <= 1, worst.pop("nearest", None)
         self.checks.append({"name": name, **worst, "passed": passed})
         value, bound = worst["max_abs_diff"], worst["tolerance"]
         if not passed:
             norm, value, bound = nearest or ("max", value, bound)
-            self.print0(f"FAILED {name} (rank={rank}): {norm}|diff| {value:.1e} > "
-                        f"tolerance {bound:.1e}")  # fmt: skip
+            self.print_failed(name, rank, f"{norm}|diff| {value:.1e} > tolerance {bound:.1e}")
             self.exit(1)
-        own, times = worst.get("own_max_abs_error"), worst.get("times_reference", {})
-        of = f"; reference's own {own:.1e}, rms error {times['rms']:.1f} times its" if times else ""
-        self.print0(f"check {name}: max|diff| {value:.1e}, mean|diff| {worst['mean_abs_diff']:.1e}"
-                    f", tolerance {bound:.1e} (rank={rank}): ok{of}")  # fmt: skip
+        found = f"{value:.1e} of {bound:.1e}" if bound else "exact"
+        self.print0(f"check {shortened(name):<{NAME_WIDTH}}  {found:<18}  {styled('ok', 'green')}")
+        if self.verbose:
+            self.print0(f"    rank {rank} is nearest; {details_of(worst)}")
+
+    def print_failed(self, name, rank, why):
+        """The line of a check that failed."""
+        self.print0(f"{styled('FAILED', 'red')} {name} (rank={rank}): {why}")
 
     def nearest(self):
         """The check that came nearest to failing, in words; golden values have four digits only."""
@@ -289,10 +294,9 @@ class Comparison:
         if of["passed"]:
             self.print0(f"{name}: True")
         elif gate:
-            self.print0(
-                f"FAILED {title} {name} (rank={rank}): {what} mismatch on rank={rank}, "
-                f"{missed}: |diff| {of['max_abs_diff']:.1e} > tolerance {of['tolerance']:.1e}"
-            )
+            why = f"|diff| {of['max_abs_diff']:.1e} > tolerance {of['tolerance']:.1e}"
+            why = f"{what} mismatch on rank={rank}, {missed}: {why}"
+            self.print_failed(f"{title} {name}", rank, why)
             self.exit(1)
         else:
             self.print0(f"{name}: False, {missed}: {of['max_abs_diff']:.1e} off where the "
@@ -332,6 +336,26 @@ def nearest_of(many, dtype, worst, longest_sum):
             "max_abs_reference": many[nearest].norms["max"][2].item(), "tolerance": largest[5],
             "own_max_abs_error": many[nearest].own, "own_rms_share": worst["rms"],
             "times_reference": times, "nearest": (part, *numbers)}  # fmt: skip
+
+
+def shortened(name):
+    """A check's name in at most NAME_WIDTH characters: its middle is left out."""
+    if len(name) <= NAME_WIDTH:
+        return name
+    end = NAME_WIDTH * 2 // 3  # which says of what parameter it is
+    return f"{name[: NAME_WIDTH - end - 3]}...{name[-end:]}"
+
+
+def details_of(record):
+    """What --verbose tells of a check, in words. record: as in the JSON file."""
+    text = f"mean|diff| {record['mean_abs_diff']:.1e}"
+    text += f", largest value {record['max_abs_reference']:.1e}"
+    if times := record.get("times_reference"):
+        errors = ", ".join(f"{kind} {share:.1f}" for kind, share in times.items())
+        text += (
+            f"; reference's own {record['own_max_abs_error']:.1e}, of which errors are: {errors}"
+        )
+    return text
 
 
 def share_of(value, bound):

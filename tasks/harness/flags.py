@@ -98,6 +98,7 @@ def make_parser(doc, model="tiny", kinds=ONLY_LLAMA):
     add("--deterministic", action="store_true", help="on a GPU, too, the same bits each time, as "
         "a CPU gives anyway; slower; default no")  # fmt: skip
     add("--seed", type=seed, default=1337, help="of random weights and inputs; default 1337")
+    add("--verbose", action="store_true", help="below each check all that it measured; default no")
     add("--json", metavar="FILE", type=Path, help="write checks and results there; default none")
     add("--timeout", type=positive, default=600, help="seconds after which a rank that waits for "
         "another gives up; default 600")  # fmt: skip

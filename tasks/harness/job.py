@@ -29,6 +29,7 @@ from harness.environment import (
 )
 from harness.flags import DTYPES
 from harness.measure import is_for_memory
+from harness.terminal import styled
 from harness.watchdog import SPARE_S, Watch
 from loading.architectures import mlp_units
 from loading.models import Source, download, is_remote
@@ -74,7 +75,8 @@ def start(args, body, init_process_group=dist.init_process_group):
         for note in filter(None, [notice, *notes, why]):
             run.print0(f"note: {note}")
         run.print_in_order(f"Initialized rank={rank}")
-        run.print0(f"model {args.model}, {args.dtype}, on {device.type} ({dist.get_backend()})")
+        where = f"on {device.type} ({dist.get_backend()})"
+        run.print0(styled(f"model {args.model}, {args.dtype}, {where}", "bold"))
         body(run, args)
         run.finish()
     except UserError as error:
@@ -136,7 +138,7 @@ class Run(Comparison):
 
     def __init__(self, args, device, watch):
         self.model, self.num_layers, self.json = args.model, args.num_layers, args.json
-        self.kinds = args.kinds
+        self.kinds, self.verbose = args.kinds, args.verbose
         self.device, self.dtype, self.seed = device, DTYPES[args.dtype], args.seed
         self.watch = watch
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
@@ -212,7 +214,8 @@ class Run(Comparison):
     def announce(self, text):
         """Print on rank 0 what the assignment wants announced in bold capitals."""
         text = text.upper()
-        self.print0(f"\033[1m{text}\033[0m" if sys.stdout.isatty() else f"*** {text} ***")
+        bold = styled(text, "bold")
+        self.print0(bold if bold != text else f"*** {text} ***")
 
     def broadcast(self, value):
         """Rank 0's tensor, number or object, on every rank; the others pass None or their own."""
