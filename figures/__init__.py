@@ -23,4 +23,4 @@ TASKS, TESTS = ROOT / "tasks", ROOT / "tests"
 
 # What is measured is in tasks/. Some programs plant the tests' bugs, or start jobs as the tests do.
 sys.path.insert(0, str(TASKS))
-sys.path.append(str(TESTS))
+sys.path += [str(TESTS), str(TESTS / "helpers")]

@@ -149,7 +149,8 @@ def test_record_in_lines(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["tp_speed", "longest", "sequence_speed", "ring_speed_2", "pretraining_loss"]
+    "name",
+    ["tp_speed", "longest", "sequence_speed", "ring_speed_2", "pretraining_loss", "estimate"],
 )
 def test_drawing(name, tmp_path):
     """The committed measurements can be drawn; a step by selective checkpoints, too."""

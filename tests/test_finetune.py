@@ -186,6 +186,7 @@ def test_plain_peft_opens_what_was_saved(peft, tmp_path):
     assert configs and not any(str(launch.ROOT) in c or str(tmp_path) in c for c in configs)
 
 
+@STRESS
 def test_result_of_a_bfloat16_model(tmp_path):
     """Trained in float32, its weights are saved so, and opened so, not rounded once more."""
     from transformers import LlamaForCausalLM

@@ -1,11 +1,10 @@
 """PEFT's methods on a split model: right, or refused in one line. Deep copies of split models."""
 
 from importlib.metadata import version
-from pathlib import Path
 
 import launch
 
-METHODS = Path(__file__).with_name("peft_methods.py")
+METHODS = launch.HELPERS / "peft_methods.py"
 
 
 def test_methods_of_peft(tmp_path):

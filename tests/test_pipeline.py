@@ -7,7 +7,6 @@ import re
 import sys
 import threading
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
@@ -412,7 +411,7 @@ def test_a_device_with_a_thread(what, tmp_path):
     """No thread of autograd waits for another backward: it would wait for ever, as on a GPU."""
     if not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"):
         pytest.skip(f"PyTorch {torch.__version__}: Python cannot add a device with a thread")
-    file = Path(__file__).with_name("device_thread.py")
+    file = launch.HELPERS / "device_thread.py"
     result = launch.ranks(file, what, nproc=1, folder=tmp_path, torchrun=False, timeout=60)
     assert result.code == 0 and f"{what}: ok" in result.out, result.tail()
 

@@ -2,7 +2,6 @@
 
 import random
 import re
-from collections import Counter
 
 import pytest
 
@@ -1243,21 +1242,20 @@ SLOW = [
     "under DTensor .generate avoids repetition", "on split sequences .generate avoids repetition",
     "with a static cache the mask is dropped", "by .generate the mask is dropped",
 ]  # fmt: skip
-FIRST = 2  # so many of the bugs that one check of a script catches are in `make test-all`
 
 
 def with_marks():
-    """The bugs' names. The long ones, and the third and later of a check, are in `make stress`."""
-    caught = Counter()
+    """The bugs' names. The long ones, and all but the first of a check, are in `make stress`."""
+    caught = set()
     for name, (script, *_, check) in BUGS.items():
-        is_long = name in SLOW
-        if not is_long:
-            caught[script.split()[0], check] += 1
-        later = caught[script.split()[0], check] > FIRST
-        yield pytest.param(name, marks=[pytest.mark.stress] * (is_long or later))
+        of_check = script.split()[0], check
+        is_left = name in SLOW or of_check in caught
+        if name not in SLOW:
+            caught.add(of_check)
+        yield pytest.param(name, marks=[pytest.mark.stress] * is_left)
 
 
-@pytest.mark.parametrize("name", with_marks())
+@pytest.mark.parametrize("name", list(with_marks()))
 def test_planted_bug(name, tmp_path, odd_llama):
     refuse_planted(name, tmp_path, odd_llama)
 

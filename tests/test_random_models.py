@@ -1,14 +1,13 @@
 """A property test of the loader and the losses: see random_models.py."""
 
 import re
-from pathlib import Path
 
 import pytest
 
 import launch
 from test_planted_bugs import plant
 
-FILE = Path(__file__).with_name("random_models.py")
+FILE = launch.HELPERS / "random_models.py"
 
 
 def check(first, count, folder, tasks=launch.TASKS):

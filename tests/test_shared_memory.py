@@ -3,14 +3,13 @@
 import json
 import os
 import shutil
-from pathlib import Path
 
 import pytest
 
 import launch
 from test_planted_bugs import plant
 
-RANDOM = Path(__file__).with_name("random_collectives.py")
+RANDOM = launch.HELPERS / "random_collectives.py"
 MORE = [pytest.param(nproc, 10_000, marks=pytest.mark.stress) for nproc in (2, 3, 4, 8)]
 
 

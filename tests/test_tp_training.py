@@ -95,7 +95,7 @@ def test_whole_logits_where_they_are_to_be_split(odd_llama, tmp_path):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only there can a process's memory be limited")
 @pytest.mark.parametrize(("flags", "gib", "nproc"), [  # the README's command has two ranks, too
-    (["--num-layers", 1, "--seq-len", 1500], 0.35, 1),
+    pytest.param(["--num-layers", 1, "--seq-len", 1500], 0.35, 1, marks=pytest.mark.stress),
     pytest.param(["--num-layers", 1, "--seq-len", 1500], 0.35, 2, marks=pytest.mark.stress),
     pytest.param(["--seq-len", 10_000, "--iterations", 2], 3.5, 1, marks=pytest.mark.stress),
     pytest.param(["--seq-len", 10_000, "--iterations", 2], 3.5, 2, marks=pytest.mark.stress),

@@ -14,6 +14,7 @@ from figures.draw.memory import draw_memory
 from figures.draw.mesh_diagrams import draw_mesh_diagrams
 from figures.draw.pipeline import draw_pipeline, draw_thread_speed
 from figures.draw.pretraining import draw_pretraining_loss
+from figures.draw.techniques import draw_techniques
 from figures.draw.timeline import draw_timeline
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart; hatches for print.
@@ -263,7 +264,7 @@ def draw_gpu(data, records, path):
 
 FILES = ("report", "tp_speed", "longest", "collectives", "diagrams", "mesh_diagrams", "pipeline",
          "thread_speed", "data_parallel", "worker_speed", "training_memory", "ring_speed_2",
-         "pretraining_loss")  # fmt: skip
+         "pretraining_loss", "estimate")  # fmt: skip
 
 
 def picture_of(file):
@@ -290,6 +291,8 @@ def kind(data):
         return draw_pipeline
     if "hops" in data.get("results", {}):
         return draw_timeline
+    if "techniques" in data.get("results", {}):
+        return draw_techniques
     if "memory_bytes" in data.get("results", {}):
         return draw_data_parallel
     if "runs" not in data:

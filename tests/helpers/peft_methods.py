@@ -1,6 +1,6 @@
 """PEFT's methods over Task 4's model on all ranks, beside plain PEFT on the whole model; float64.
 
-    torchrun --nproc_per_node 2 tests/peft_methods.py TASKS
+    torchrun --nproc_per_node 2 tests/helpers/peft_methods.py TASKS
 
 TASKS: the folder of the scripts. Prints a line for each setting that is right, and for each that is
 refused with the message that it must have. Ends in an AssertionError otherwise.

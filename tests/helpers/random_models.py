@@ -36,6 +36,7 @@ from utils.shards import shard_of
 
 CPU = torch.device("cpu")  # behind the imports above: those below put other folders first
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 from conftest import make_llama  # noqa: E402
 from test_bad_input import change_config, change_tensors, shard  # noqa: E402
 from test_loading import (  # noqa: E402

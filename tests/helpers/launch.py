@@ -19,8 +19,9 @@ from pathlib import Path
 
 import psutil
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 TASKS, FIGURES = ROOT / "tasks", ROOT / "figures"
+HELPERS = ROOT / "tests" / "helpers"  # this folder: also programs that tests start
 RECORDS = FIGURES / "records"
 SCRIPTS = sorted(p.stem for p in TASKS.glob("*.py") if '__name__ == "__main__"' in p.read_text())
 # What torchrun, Slurm and the launch scripts are told by; the user's must not reach the tests.

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tasks"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tasks"))
 from pipeline_threads import Pipe, WithDevice, one_after_the_other
 
 _setup_privateuseone_for_python_backend("fake")

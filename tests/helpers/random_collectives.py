@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tasks"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tasks"))
 from shared_memory import group as shared_group
 from shared_memory import slots as shared_memory
 from shared_memory.group import NAME
