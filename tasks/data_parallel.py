@@ -216,6 +216,33 @@ class Replica:
 
 STRATEGIES = "by-hand", "ddp", "zero1", "fsdp2"
 
+# ---------------------------------------------------------------- the technique: an epoch
+
+
+def train_epoch(replica, optimizer, batches):
+    """Take a step of the optimizer with each of this rank's batches: forward, backward, average.
+
+    Yields after each step the batch and this rank's part of its loss: the ranks' parts add up to
+    the mean over the labels of all ranks.
+    """
+    for batch in batches:
+        optimizer.zero_grad()
+        part, _ = replica.step(batch)
+        optimizer.step()
+        yield batch, part
+
+
+@torch.no_grad()
+def validate(replica, batches, group):
+    """Return the mean loss over all labels of all ranks' batches."""
+    sums = 0  # of the losses, and of the labels
+    for ids, mask, labels in batches:
+        losses = token_losses(replica.logits(ids, mask), labels)
+        sums += torch.stack([losses.sum().double(), (labels[:, 1:] != -100).sum()])
+    total, count = all_reduce(sums, group).tolist()
+    return total / count
+
+
 # ---------------------------------------------------------------- as the course starts it
 
 
@@ -396,10 +423,42 @@ def show(run, args):
             del step, embedding
         if args.epochs:
             own = reference.own if reference else 0.0
-            harness.train_by_epochs(
-                run, strategy, replica, batches, args.epochs, args.lr, expected, own
-            )
+            train_by_epochs(run, strategy, replica, batches, args.epochs, args.lr, expected, own)
         del replica  # before the next one's
+
+
+def train_by_epochs(run, strategy, replica, batches, epochs, lr, expected=None, own=0.0):
+    """Train by AdamW; check losses and memory. Return each epoch's losses, the validation's last.
+
+    batches: to train on, and to validate with. expected, own: the references' losses, and their
+    error at least, see `Run.compare`. Without them the model has its configuration's dropout.
+    """
+    dropout = not expected
+    if dropout:
+        torch.manual_seed(run.seed + run.rank)  # ranks drop out other numbers
+    model = replica.model.train(dropout)
+    optimizer = replica.optimizer(model.parameters(), torch.optim.AdamW, lr=lr)
+    activations = harness.bytes_kept(model, partial(replica.step, next(iter(batches[0]))))
+    records = run.results.setdefault("epochs", {})[strategy] = []  # of each epoch all ranks'
+
+    def all_epochs():
+        for epoch in range(epochs):
+            model.train(dropout)
+            steps = train_epoch(replica, optimizer, batches[0])
+            record = harness.record_epoch(run, steps, epoch, len(batches[0]))
+            model.eval()
+            record["validation_loss"] = validate(replica, batches[1], replica.group)
+            harness.print_epoch(run, record)
+            records.append(run.gather_objects(record))
+
+    peaks = harness.peak_memory(run, all_epochs)
+    losses = harness.losses_of_epochs(ranks[0] for ranks in records)
+    if expected:
+        harness.check_losses(run, strategy, losses, expected, own)
+    harness.check_copies(run, f"{strategy}: copies of a parameter, trained", model)
+    harness.check_memory(run, strategy, model, optimizer, activations)
+    harness.print_pace(run, strategy, records, f"max_mem={max(peaks) / 1e9:.2f}gb")
+    return losses
 
 
 def train_within(run, args, mesh, batches):
@@ -413,7 +472,7 @@ def train_within(run, args, mesh, batches):
     for strategy in strategies:
         with harness.limited_to_budget(run, strategy, args.memory_budget):
             replica = Replica(run, strategy, mesh)
-            losses[strategy] = harness.train_by_epochs(
+            losses[strategy] = train_by_epochs(
                 run, strategy, replica, batches, args.epochs, args.lr
             )
             del replica

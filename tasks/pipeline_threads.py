@@ -34,6 +34,7 @@ import threading
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -532,7 +533,7 @@ def show(run, args):
 
 
 class Trainer:
-    """A model, on several devices, in one of the MODES: what `train_epoch` and `validate` call."""
+    """A model on several devices, in one of the MODES, for data_parallel's `train_epoch`."""
 
     def __init__(self, run, args, mode, stops, devices):
         self.model, self.devices, self.records = run.load_model(), devices, []
@@ -563,6 +564,11 @@ class Trainer:
         logits = self.split(ids).to(ids.device)
         self.model.train(training)
         return logits
+
+    def validate(self, batches):
+        from data_parallel import validate
+
+        return validate(self, batches, dist.group.WORLD)
 
 
 def synchronize(devices):
@@ -595,25 +601,21 @@ def show_training(run, args, devices):
         if trained
     }
     # Of the same samples: a step's loss, or the validation's, is of others.
-    first = {mode: harness.validate(run, trainer, batches[0]) for mode, trainer in trainers.items()}
+    first = {mode: trainer.validate(batches[0]) for mode, trainer in trainers.items()}
     for epoch in range(args.epochs):
         for mode in names if epoch % 2 == 0 else reversed(names):  # for what ran before may matter
             run.print0(f"mode {mode}:")
             train_one(run, trainers[mode], batches, epoch)
     for mode, trainer in trainers.items():
         if expected:
-            losses = [
-                loss
-                for record in trainer.records
-                for loss in (*record["losses"], record["validation_loss"])
-            ]
+            losses = harness.losses_of_epochs(trainer.records)
             harness.check_losses(run, mode, losses, expected, own)
             for parameter, old in zip(trainer.model.parameters(), before[mode], strict=True):
                 parameter.grad = parameter.detach() - old
             harness.compare_gradients(
                 run, f"{mode}: changes by the training", trainer.model, trained
             )
-        fallen = torch.tensor(float(harness.validate(run, trainer, batches[0]) < first[mode]))
+        fallen = torch.tensor(float(trainer.validate(batches[0]) < first[mode]))
         run.check(f"{mode}: last loss, below the first", [(fallen, torch.ones(()))], tolerance=0.0)
         if run.source.config.tie_word_embeddings:
             ends = embedding_of(trainer.model).weight, trainer.model.lm_head.weight.to(run.device)
@@ -669,14 +671,13 @@ def expect_epochs(run, batches, epochs, lr):
 
 def train_one(run, trainer, batches, epoch):
     """An epoch of a mode, its validation, and their lines."""
-    record = harness.train_epoch(run, trainer, trainer.optimizer, batches[0], epoch)
-    record["validation_loss"] = harness.validate(run, trainer, batches[1])
+    from data_parallel import train_epoch
+
+    steps = train_epoch(trainer, trainer.optimizer, batches[0])
+    record = harness.record_epoch(run, steps, epoch, len(batches[0]))
+    record["validation_loss"] = trainer.validate(batches[1])
+    harness.print_epoch(run, record)
     trainer.records.append(record)
-    run.print0(
-        f"Epoch {epoch} (rank=0): Training Time = {record['training_time_s']:.3f} s, "
-        f"Tokens_per_sec = {record['tokens_per_second']:.0f}"
-    )
-    run.print0(f"validation loss: {record['validation_loss']:.4f}")
 
 
 def summarize(run, trainers):
@@ -684,15 +685,8 @@ def summarize(run, trainers):
     run.results["epochs"] = {mode: trainer.records for mode, trainer in trainers.items()}
     times = {}
     for mode, trainer in trainers.items():
-        counted = trainer.records[1:] or trainer.records
-        warm_up = len(trainer.records) - len(counted)
-        times[mode] = [record["training_time_s"] for record in counted]
-        speeds = [record["tokens_per_second"] for record in counted]
-        run.print0(
-            f"time of an epoch, {mode}: {harness.mean_and_deviation(times[mode], '.3f')} s, of "
-            f"{len(counted)} after {warm_up} to warm up"
-        )
-        run.print0(f"tokens_per_second={harness.mean_and_deviation(speeds, '.0f')}, {mode}")
+        records = [[record] for record in trainer.records]  # of each epoch, those of all ranks
+        times[mode] = harness.print_pace(run, mode, records, mode)
     if len(times) == 2:
         speedup = harness.ratio(times[MODEL_PARALLEL], times[PIPELINE_PARALLEL])
         run.print0(f"time by the pipeline, speedup: {speedup} times as fast")

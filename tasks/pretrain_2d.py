@@ -165,7 +165,7 @@ def parallelize_2d(model, mesh, replicate=False):
     return model
 
 
-# ---------------------------------------------------------------- the technique: a step
+# ---------------------------------------------------------------- the technique: step and loop
 
 
 def loss_of(model, batch, mesh):
@@ -215,7 +215,10 @@ def make_optimizer(model, lr, steps, warm_up):
 
 
 def train(model, mesh, batches, optimizer, schedule, replicate=False, clip=1.0):
-    """Yield of each step its loss, the gradients' norm over both axes, unclipped, and the rate."""
+    """Take a step with each batch; yield its loss, the norm of all gradients, and the rate.
+
+    The norm is over both axes, before clipping. All three are the same on all ranks.
+    """
     for batch in batches:
         optimizer.zero_grad()
         if isinstance(model, FSDPModule):
@@ -223,10 +226,24 @@ def train(model, mesh, batches, optimizer, schedule, replicate=False, clip=1.0):
         loss = forward_backward(model, batch, mesh, replicate)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
         (rate,) = schedule.get_last_lr()
-        harness.refuse_if_endless(loss + norm.full_tensor(), schedule.base_lrs[0])
         optimizer.step()
         schedule.step()
         yield loss.item(), norm.full_tensor().item(), rate
+
+
+@torch.no_grad()
+def evaluate(model, mesh, batches):
+    """Return the mean loss over all labels of all ranks' batches."""
+    total = count = 0
+    for batch in batches:
+        part, labels = loss_of(model, batch, mesh)
+        total, count = total + part.double() * labels, count + labels
+    if isinstance(model, FSDPModule):
+        model.reshard()  # else what is not in a layer stays unsharded until a backward
+    return (all_reduce(total, mesh["dp"].get_group()) / count).item()
+
+
+# ---------------------------------------------------------------- the technique: each rank's texts
 
 
 class BatchIndices:
@@ -352,8 +369,7 @@ def show(run, args):
         training = harness.saving(training, losses, args, save)
         trial.check_steps(run, model, training, losses, store)
         harness.progress(run, trial, model, training, losses, B * S)
-        evaluate = partial(harness.evaluate, partial(loss_of, model, mesh=mesh), model, mesh)
-        loss = evaluate(islice(batches(held), len(held) // B))
+        loss = evaluate(model, mesh, islice(batches(held), len(held) // B))
         harness.say_what_was_learnt(run, loss, rows, held)
         if args.output_dir:
             harness.export(run, model, tokenizer, store, DataLoader(held, B), loss)

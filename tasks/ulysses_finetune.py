@@ -1,6 +1,7 @@
 """Task 5: fine-tuning over a sequence that is split over the ranks (prompt tuning, LoRA, or all).
 
-The model is Task 4's, the adapters are PEFT's. What is easily got wrong is done in `shard_loss`:
+The model is Task 4's, the adapters are PEFT's. What is easily got wrong is done in `shard_loss`
+and its core, `local_loss`:
 
 * The virtual prompt (n tokens) stands before the sequence once, not before each rank's share, where
   PEFT would put it if it were given shares. (Given whole ids, as Task 4's model takes them, PEFT's
@@ -32,13 +33,11 @@ on to the same bits, by itself under `torchrun --max-restarts`.
 """
 
 import math
-import time
 from functools import partial
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from tqdm import tqdm
 
 import checkpoints
 import harness
@@ -67,11 +66,55 @@ SAME = (
     "seed",
 )
 
-# ---------------------------------------------------------------- the technique
+# ---------------------------------------------------------------- the technique: the loss
+
+
+def local_loss(model, ids, embed=None, labels=None, position_ids=None, attention_mask=None):
+    """Return this rank's part of the mean next-token loss; the ranks' parts add up to it.
+
+    For one document a row, without virtual tokens, it needs the model and ids alone, which are the
+    same on all ranks. With packed documents and prompts `shard_loss` gives the other arguments.
+    Nothing is gathered: a rank has the hidden states and the logits of its own tokens.
+
+                    full                local
+    ids             (B, S)              (B, S/P)
+    embeddings                          (B, S/P, H)
+    targets         (B, S)              (B, S/P)        labels, shifted by one, then split
+    logits                              (B, S/P, V)
+    """
+    length = ids.shape[1]
+    local = model.tokens(length)  # which of them this rank has
+    embed = embed or model.get_input_embeddings()
+    if position_ids is None:
+        position_ids = torch.arange(length, device=ids.device)[None]
+    if attention_mask is None:
+        attention_mask = model.seen(length, device=ids.device)  # causal
+    targets, count = shift_and_split(model, ids if labels is None else labels)
+    output = model.model(
+        inputs_embeds=embed(ids[:, local]),
+        position_ids=position_ids[:, local],
+        attention_mask=attention_mask,
+    )
+    return sum_of_losses(model.lm_head(output.last_hidden_state), targets) / count
+
+
+def shift_and_split(model, labels):
+    """Return the targets of this rank's tokens, (B, S/P), and how many targets all ranks have.
+
+    Labels are shifted before they are split: a token's next may be another rank's.
+    """
+    local = model.tokens(labels.shape[1])
+    targets = F.pad(labels, (0, 1), value=-100)[:, 1:]
+    count = (targets != -100).sum()
+    return targets[:, local], count
 
 
 def shard_loss(model, ids, mesh, techniques=None):
-    """This rank's part of the mean next-token loss; the ranks' parts add up to it.
+    """Return this rank's part of the mean next-token loss, also under PEFT and of packed documents.
+
+    It is `local_loss`, with what a virtual prompt and packing add: virtual tokens stand before
+    each document and have no label, as filler has none; positions restart with each document; its
+    first token is predicted from nothing; and a token sees its own document alone.
 
     (Task 4's `model(ids, labels=ids).loss` is the sum, on every rank. Both give the same gradients:
     each rank's weights get the gradient of its own tokens' losses.)
@@ -82,15 +125,15 @@ def shard_loss(model, ids, mesh, techniques=None):
     Raises ValueError for fewer positions than ranks, and for PEFT's methods that are more than a
     loss of each token (`check_by_token`).
 
-                    whole               this rank's
+                    full                local
     ids             (B, n + S)          (B, (n+S)/P)        -100: a virtual token, or filler
     places          (B or 1, n + S)     (B or 1, (n+S)/P)   in a document, its virtual tokens first
-    embeddings      (B, n + S, H)       (B, (n+S)/P, H)     never whole anywhere
-    targets         (B, n + S)          (B, (n+S)/P)        virtual tokens are none; shifted once
+    embeddings                          (B, (n+S)/P, H)     never full anywhere
+    targets         (B, n + S)          (B, (n+S)/P)        virtual tokens are none
     logits                              (B, (n+S)/P, V)     or a few tokens', with techniques
     """
     base, prompt = llama_of(model), virtual_tokens(model, len(ids))
-    n, embed = prompt.shape[1], base.get_input_embeddings()
+    n, embed_tokens = prompt.shape[1], base.get_input_embeddings()
     if ids.dim() == 3:
         ids, places = ids.unbind(1)
     else:  # each row is one document
@@ -99,28 +142,46 @@ def shard_loss(model, ids, mesh, techniques=None):
     length = ids.shape[1]
     if length < base.parts:  # on all ranks, so that all raise
         raise ValueError(f"{length} positions for {base.parts} ranks: some would have none")
-    mine = base.tokens(length)  # this rank's, in their order
-    here = places[:, mine].expand(len(ids), -1)
-    virtual = (here < n).nonzero(as_tuple=True)
+    local = base.tokens(length)
+    local_places = places[:, local].expand(len(ids), -1)
+    virtual = (local_places < n).nonzero(as_tuple=True)
 
-    def embeddings():
-        tokens = embed(ids[:, mine].clamp(min=0))
+    def embed(local_ids):
+        tokens = embed_tokens(local_ids.clamp(min=0))
         # Also where this rank has no virtual token, what it has comes to depend on the prompt, by
         # an empty piece: else autograd would see nothing to train here, and skip the collectives.
-        return tokens.index_put(virtual, prompt[virtual[0], here[virtual]].to(tokens))
+        return tokens.index_put(virtual, prompt[virtual[0], local_places[virtual]].to(tokens))
 
-    labels = ids.masked_fill(places == 0, -100)  # first tokens are predicted from nothing
-    targets = F.pad(labels, (0, 1), value=-100)[:, 1:]
-    targets, count = targets[:, mine], (targets != -100).sum()
+    labels = ids.masked_fill(places == 0, -100)
     if techniques:  # which check the adapters
         from memory.long_sequence import sequence_loss
 
+        targets, count = shift_and_split(base, labels)
+        embeddings = partial(embed, ids[:, local])
         return sequence_loss(base, embeddings, targets, length, mesh, techniques, places) / count
     documents = documents_of(places)
-    seen = documents[:, None, None] if documents.any() else base.seen(length, device=ids.device)
-    inputs = dict(attention_mask=seen, position_ids=places[:, mine])
-    output = base.model(inputs_embeds=embeddings(), **inputs)
-    return sum_of_losses(base.lm_head(output.last_hidden_state), targets) / count
+    attention_mask = documents[:, None, None] if documents.any() else None
+    return local_loss(base, ids, embed, labels, places, attention_mask)
+
+
+def virtual_tokens(model, batch_size):
+    """Return the virtual prompt, (B, n, H); n is 0 without prompt tuning.
+
+    Raises ValueError for prompts that are no embeddings (prefix tuning) or bring their own loss.
+    """
+    config = getattr(model, "active_peft_config", None)
+    enabled = getattr(model.forward, "__self__", model) is model  # not under `disable_adapter`
+    if config and config.is_prompt_learning and enabled:
+        if (kind := config.peft_type) not in ("PROMPT_TUNING", "P_TUNING"):
+            raise ValueError(
+                f"{kind.value}: of PEFT's prompts only PROMPT_TUNING and P_TUNING are "
+                "virtual tokens of this loss"
+            )
+        return model.get_prompt(batch_size)
+    return torch.empty(batch_size, 0, model.config.hidden_size, device=model.device)
+
+
+# ---------------------------------------------------------------- the technique: step and loop
 
 
 def forward_backward(model, ids, mesh, techniques=None, norms=None):
@@ -139,54 +200,33 @@ def forward_backward(model, ids, mesh, techniques=None, norms=None):
     return loss.detach()
 
 
-def virtual_tokens(model, batch_size):
-    """The virtual prompt, (B, n, H); n is 0 without prompt tuning.
+def make_optimizer(model, lr):
+    """Return Adam over what is trained. All ranks have the same, and so the same states of Adam."""
+    return torch.optim.Adam(trained_parameters(model).values(), lr)
 
-    Raises ValueError for prompts that are no embeddings (prefix tuning) or bring their own loss.
+
+def train(model, optimizer, forward_backward, batches, first, steps, stopped=()):
+    """Take the steps from `first` to `steps` - 1; yield each one's loss, and whether to stop there.
+
+    forward_backward: the function above, of (model, ids). batches(i): the ids of step i. stopped:
+    the signals to stop that this rank has got so far. All ranks learn of them with the step's loss,
+    and end after the same step. Raises UserError where a loss or a gradient is not finite.
     """
-    config = getattr(model, "active_peft_config", None)
-    enabled = getattr(model.forward, "__self__", model) is model  # not under `disable_adapter`
-    if config and config.is_prompt_learning and enabled:
-        if (kind := config.peft_type) not in ("PROMPT_TUNING", "P_TUNING"):
-            raise ValueError(
-                f"{kind.value}: of PEFT's prompts only PROMPT_TUNING and P_TUNING are "
-                "virtual tokens of this loss"
-            )
-        return model.get_prompt(batch_size)
-    return torch.empty(batch_size, 0, model.config.hidden_size, device=model.device)
-
-
-def train(run, model, optimizer, forward_backward, batches, losses, steps, save):
-    """Train until `losses`, one a step, is as long as `steps`; it may begin with a killed job's.
-
-    batches(i): the ids of step i. save(now): called after each step; now: it is the last. A signal
-    to stop reaches all ranks at the same step. Returns the seconds of the steps, and whether there
-    was such a signal.
-    """
-    parameters = trained_parameters(model)
-    stopped = harness.catch_signals()
-    seconds, interrupted = [], False
-    bar = tqdm(total=steps, initial=len(losses), disable=run.rank > 0 or None, unit="step")
-    while len(losses) < steps and not interrupted:
-        i, begin, norms = len(losses), time.perf_counter(), []
+    parameters, group = trained_parameters(model), llama_of(model).get_group()
+    for i in range(first, steps):
+        norms = []
         optimizer.zero_grad()
         loss = forward_backward(model, batches(i), norms=norms)
-        mine = torch.stack([x.double() for x in (loss, loss.new_tensor(len(stopped)), *norms)])
-        parts, stops, *norms = all_gather(mine, llama_of(model).get_group()).T.tolist()
+        local = torch.stack([x.double() for x in (loss, loss.new_tensor(len(stopped)), *norms)])
+        parts, stops, *norms = all_gather(local, group).T.tolist()
         refuse_nan(i, "the loss", parts)
         for name, of_ranks in zip(parameters, norms, strict=True):
             refuse_nan(i, f"the gradient of {name}", of_ranks)
         optimizer.step()
-        losses.append(sum(parts))
-        run.synchronize()
-        seconds.append(time.perf_counter() - begin)
-        with bar.external_write_mode():
-            run.print0(f"i={i}\tloss.item()={losses[-1]!r}")
-        bar.update()
         interrupted = max(stops) > 0
-        save(interrupted or len(losses) == steps)
-    bar.close()
-    return seconds, interrupted
+        yield sum(parts), interrupted
+        if interrupted:
+            return
 
 
 def refuse_nan(i, what, values):
@@ -320,6 +360,7 @@ def finetune(run, args):
     if techniques := harness.techniques_of(args, run.device):
         techniques = harness.possible_techniques(run, model, techniques)
     compute, checked = partial(forward_backward, mesh=mesh, techniques=techniques), None
+    optimizer_of = partial(make_optimizer, lr=args.lr)
     if args.check_steps:
         reference = load_model() if run.rank == 0 else None
         recomputes = None if techniques else 2 if args.gradient_checkpointing else 1
@@ -329,11 +370,11 @@ def finetune(run, args):
         ]
         alone = harness.each_alone(run, model)
         checked = harness.check_training(
-            run, model, reference, compute, first, args.lr, recomputes, alone
+            run, model, reference, compute, first, optimizer_of, recomputes, alone
         )
         del reference
 
-    optimizer = harness.make_optimizer(model, args.lr)
+    optimizer = optimizer_of(model)
     losses = store.resume(parameters, optimizer)
     if len(losses) > args.steps:
         run.print0(f"note: that is more than --steps {args.steps}: nothing is left to train")
@@ -343,9 +384,9 @@ def finetune(run, args):
             store.save(parameters, optimizer, losses)
 
     def training():
-        seconds, interrupted = train(
-            run, model, optimizer, compute, batches, losses, args.steps, save
-        )
+        stopped = harness.catch_signals()
+        steps = train(model, optimizer, compute, batches, len(losses), args.steps, stopped)
+        seconds, interrupted = harness.follow(run, steps, losses, args.steps, save)
         run.results["step_s"] = seconds
         if interrupted:
             store.interrupt(len(losses))

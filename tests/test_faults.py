@@ -382,10 +382,10 @@ def test_torchrun_is_killed(script, place):
         assert not job.end(8).survivors
 
 
-def in_a_long_step(folder, wait="time.sleep(60)", place=CPU):
+def in_a_long_step(folder, wait="__import__('time').sleep(60)", place=CPU):
     """Task 5, whose third step takes a minute on rank 1."""
     step = "        loss = forward_backward(model, batches(i), norms=norms)\n"
-    wait = f"        i == 2 and run.rank == 1 and {wait}\n"
+    wait = f"        i == 2 and group.rank() == 1 and {wait}\n"
     plant(folder, "ulysses_finetune.py", step, wait + step)
     return Working(TASK_5, folder=folder, place=place)
 
@@ -447,7 +447,8 @@ def test_interrupted(script, name, place):
 def test_interrupted_at_the_start(tmp_path):
     """One rank would end at once, the other save: that the first is gone is no error then."""
     ready = "stopped = harness.catch_signals()"
-    wait = "stopped = time.sleep(20 * (run.rank == 0)) or harness.catch_signals()"
+    sleep = "__import__('time').sleep(20 * (run.rank == 0))"
+    wait = f"stopped = {sleep} or harness.catch_signals()"
     plant(tmp_path, "ulysses_finetune.py", ready, wait)
     with Working("ulysses_finetune", folder=tmp_path) as job:
         time.sleep(3)
@@ -492,7 +493,8 @@ def test_one_failure_is_one_line(nproc, place, tmp_path):
 def test_memory_of_one_rank(place, tmp_path):
     """It runs out on one rank alone, while the other waits for it."""
     line = "        loss = forward_backward(model, batches(i), norms=norms)\n"
-    worse = "        if i == 3 and run.rank:\n            raise torch.OutOfMemoryError('planted')\n"
+    bug = "raise torch.OutOfMemoryError('planted')"
+    worse = f"        if i == 3 and group.rank():\n            {bug}\n"
     plant(tmp_path, "ulysses_finetune.py", line, worse + line)
     args = ["--steps", 60, "--check-steps", 0, "--seq-len", 32, *place.flags(2)]
     file = tmp_path / "ulysses_finetune.py"

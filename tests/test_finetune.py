@@ -460,7 +460,7 @@ def test_checkpoint_of_another_run(flag, value, named, trained, tmp_path):
 def test_not_a_number_on_one_rank(tmp_path):
     """All ranks stop before the optimizer; the line names the rank and the step."""
     right = "        loss = forward_backward(model, batches(i), norms=norms)\n"
-    wrong = "        loss = loss * (float('nan') if i == 3 and run.rank == 1 else 1)\n"
+    wrong = "        loss = loss * (float('nan') if i == 3 and group.rank() == 1 else 1)\n"
     plant(tmp_path, "ulysses_finetune.py", right, right + wrong)
     args = ["--output-dir", tmp_path / "out", "--save-every", 2]
     result, _ = finetune(tmp_path, *args, nproc=2, script=tmp_path / "ulysses_finetune.py")

@@ -100,9 +100,9 @@ def ulysses_finetune(of):
     split = LlamaForCausalLM(CONFIG)
     split.load_state_dict(WHOLE.state_dict())
     sys.modules["ulysses_forward"].sequence_parallelize(split, mesh)
-    loss = of.forward_backward(split, IDS, mesh)
-    dist.all_reduce(loss)
-    close(loss, LOSS)
+    for loss in of.local_loss(split, IDS).detach(), of.forward_backward(split, IDS, mesh):
+        dist.all_reduce(loss)
+        close(loss, LOSS)
     same_gradients(split)
 
 

@@ -3,7 +3,7 @@
 Start and end a job:    job, flags, environment, processes, watchdog
 Compare:                checks, tolerance, wider, float64, generation, *_checks (of a task's kind)
 Measure:                measure, memory_profile, budget
-Train:                  epochs, gradient_files, finetune, pretraining
+Around the training:    epochs, gradient_files, finetune, pretraining
 
 `import harness` loads none of them; the first use of `harness.start` loads its module, see names.
 """

@@ -1,24 +1,21 @@
-"""Training by epochs, of ranks that each have other samples: what it prints, and its memory."""
+"""Training by epochs: what a single rank would lose, what is printed, and what memory it takes."""
 
 import math
 import os
 import statistics
 import time
-from functools import partial
 from itertools import chain
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
-from harness.measure import peak_memory
 from harness.model_checks import number_of_parameters, plain_loss
-from harness.step_checks import check_copies, sum_of_parts
+from harness.step_checks import sum_of_parts
 from harness.wider import WIDER, wider_copy
 from loading.architectures import count_parameters
 from loading.batches import gather_batch
 from utils.gradients import local_part
-from utils.losses import token_losses
 
 COPIED = {  # whether each rank has all parameters, all gradients, and both of all Adam's states
     "by-hand": (True, True, True), "ddp": (True, True, True),
@@ -109,87 +106,65 @@ def losses_of_training(model, steps, validation, epochs, lr):
     return torch.stack(losses)
 
 
-def train_by_epochs(run, strategy, replica, batches, epochs, lr, expected=None, own=0.0):
-    """So many epochs of AdamW; time, throughput, losses, and memory, which is checked.
-
-    Returns the losses of all steps, and after those of each epoch its validation's.
-
-    replica: `step(batch)` fills in the gradients and returns this rank's part of the loss first;
-    `optimizer(parameters, kind, ...)`, `logits(ids, mask)`, and `model`, which has the parameters.
-    batches: to train on, and to validate with. expected, own: the references' losses, and their
-    error at least, see `Run.compare`. Without them the model has its configuration's dropout.
-    """
-    dropout = not expected
-    if dropout:
-        torch.manual_seed(run.seed + run.rank)  # ranks drop out other numbers
-    replica.model.train(dropout)
-    optimizer = replica.optimizer(replica.model.parameters(), torch.optim.AdamW, lr=lr)
-    activations = bytes_kept(replica.model, partial(replica.step, next(iter(batches[0]))))
-    records = run.results.setdefault("epochs", {})[strategy] = []
-
-    def all_epochs():
-        for epoch in range(epochs):
-            replica.model.train(dropout)
-            mine = train_epoch(run, replica, optimizer, batches[0], epoch)
-            replica.model.eval()
-            mine["validation_loss"] = validate(run, replica, batches[1])
-            run.print_in_order(
-                f"Epoch {epoch} (rank={run.rank}): Training Time = {mine['training_time_s']:.3f} s,"
-                f" Tokens_per_sec = {mine['tokens_per_second']:.0f}"
-            )
-            run.print0(f"validation loss: {mine['validation_loss']:.4f}")
-            records.append(run.gather_objects(mine))
-
-    peaks = peak_memory(run, all_epochs)
-    of_epochs = (ranks[0]["losses"] + [ranks[0]["validation_loss"]] for ranks in records)
-    losses = list(chain(*of_epochs))
-    if expected:
-        check_losses(run, strategy, losses, expected, own)
-    check_copies(run, f"{strategy}: copies of a parameter, trained", replica.model)
-    check_memory(run, strategy, replica.model, optimizer, activations)
-    counted = records[1:] or records  # the first epoch warms up
-    times = [statistics.mean(r["training_time_s"] for r in ranks) for ranks in counted]
-    speeds = [sum(r["tokens_per_second"] for r in ranks) for ranks in counted]
-    run.print0(f"time of an epoch, {strategy}: {mean_and_deviation(times, '.3f')} s, of "
-               f"{len(counted)} after {len(records) - len(counted)} to warm up")  # fmt: skip
-    run.print0(f"tokens_per_second={mean_and_deviation(speeds, '.0f')}, "
-               f"max_mem={max(peaks) / 1e9:.2f}gb")  # fmt: skip
-    return losses
-
-
 def check_losses(run, strategy, losses, expected, own):
     """Those of a training are the references', in the same order. own: see `Run.compare`."""
     losses = expected[0].new_tensor(losses)
     run.check(f"{strategy}: losses of the training", [(losses, *expected)], own=own)
 
 
-def train_epoch(run, replica, optimizer, batches, epoch):
-    """This rank's record of an epoch. Loss: the mean over the labels of a step's whole batch."""
+def record_epoch(run, steps, epoch, count):
+    """Take an epoch's steps, print their losses, and return this rank's record of it.
+
+    steps: yields of each step the batch and this rank's part of the loss; there are `count`.
+    """
     tokens, losses = 0, []
     run.synchronize()
     begin = time.perf_counter()
-    for i, batch in enumerate(batches):
-        optimizer.zero_grad()
-        part = replica.step(batch)[0]
-        optimizer.step()
+    for i, ((_, _, labels), part) in enumerate(steps, epoch * count):
         losses.append(sum_of_parts(run, part).item())
-        run.print0(f"Update={epoch * len(batches) + i}, Loss={losses[-1]:.4f}")
-        tokens += (batch[2] != -100).sum().item()
+        run.print0(f"Update={i}, Loss={losses[-1]:.4f}")
+        tokens += (labels != -100).sum().item()
     run.synchronize()
     seconds = time.perf_counter() - begin
-    return {"rank": run.rank, "epoch": epoch, "training_time_s": seconds,
-            "tokens_per_second": tokens / seconds, "losses": losses}  # fmt: skip
+    return {
+        "rank": run.rank,
+        "epoch": epoch,
+        "training_time_s": seconds,
+        "tokens_per_second": tokens / seconds,
+        "losses": losses,
+    }
 
 
-@torch.no_grad()
-def validate(run, replica, batches):
-    """Mean loss over all labels of all ranks' batches."""
-    sums = torch.zeros(2, dtype=torch.float64, device=run.device)
-    for ids, mask, labels in batches:
-        losses = token_losses(replica.logits(ids, mask), labels)
-        sums += torch.stack([losses.sum().double(), (labels[:, 1:] != -100).sum()])
-    total, count = run.gather(sums).sum(0).tolist()
-    return total / count
+def print_epoch(run, record):
+    """Print each rank's time and speed of an epoch, and the validation's loss after it."""
+    run.print_in_order(
+        f"Epoch {record['epoch']} (rank={run.rank}): "
+        f"Training Time = {record['training_time_s']:.3f} s, "
+        f"Tokens_per_sec = {record['tokens_per_second']:.0f}"
+    )
+    run.print0(f"validation loss: {record['validation_loss']:.4f}")
+
+
+def losses_of_epochs(records):
+    """Return the losses of all steps in one list, behind each epoch's that of its validation."""
+    of_epochs = ([*record["losses"], record["validation_loss"]] for record in records)
+    return list(chain.from_iterable(of_epochs))
+
+
+def print_pace(run, name, records, more):
+    """Print mean time and speed of the epochs but the first, which warms up; return the times.
+
+    records: of each epoch, those of all ranks. more: is added to the line of the speed.
+    """
+    counted = records[1:] or records
+    times = [statistics.mean(record["training_time_s"] for record in ranks) for ranks in counted]
+    speeds = [sum(record["tokens_per_second"] for record in ranks) for ranks in counted]
+    run.print0(
+        f"time of an epoch, {name}: {mean_and_deviation(times, '.3f')} s, of "
+        f"{len(counted)} after {len(records) - len(counted)} to warm up"
+    )
+    run.print0(f"tokens_per_second={mean_and_deviation(speeds, '.0f')}, {more}")
+    return times
 
 
 def mean_and_deviation(values, form):

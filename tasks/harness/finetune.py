@@ -1,16 +1,18 @@
-"""Task 5's plumbing: the model with its adapter, which techniques it uses, what is saved."""
+"""Around Task 5's training: the model with its adapter, what saves memory, prints and saves."""
 
 import argparse
 import copy
 import statistics
 import sys
 import tempfile
+import time
 import warnings
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from tqdm import tqdm
 
 from checkpoints.checkpoint import fingerprint, fingerprint_of_config, swap
 from harness.flags import gib, positive
@@ -195,7 +197,30 @@ def within_budget(run, budget, shape, function):
                             *shape, run.world_size)) from None  # fmt: skip
 
 
-# ---------------------------------------------------------------- the result
+# ---------------------------------------------------------------- the steps, and the result
+
+
+def follow(run, training, losses, steps, save):
+    """Take the steps of `training`; time and print each, with a bar where somebody looks.
+
+    training: yields a step's loss, and whether a signal ends the training there. losses: one a
+    step, to which those of this training are added; `steps` in the end. save(now): called after
+    each step; now: it is the last. Returns the steps' seconds, and whether a signal ended them.
+    """
+    seconds, interrupted = [], False
+    bar = tqdm(total=steps, initial=len(losses), disable=run.rank > 0 or None, unit="step")
+    begin = time.perf_counter()
+    for loss, interrupted in training:
+        losses.append(loss)
+        run.synchronize()
+        seconds.append(time.perf_counter() - begin)
+        with bar.external_write_mode():
+            run.print0(f"i={len(losses) - 1}\tloss.item()={loss!r}")
+        bar.update()
+        save(interrupted or len(losses) == steps)
+        begin = time.perf_counter()
+    bar.close()
+    return seconds, interrupted
 
 
 def identity_of_finetuning(flags, config, model, ids):

@@ -18,19 +18,20 @@ ROOMS = {
     "sequence_checks": "show_sequence",
     "step_checks": "LARGE Reference check_copies compare_gradients compares_changes keep_changes"
     " refuse_if_endless sum_of_parts",
-    "training_checks": "check_again check_replicas check_training make_optimizer",
+    "training_checks": "check_again check_replicas check_training",
     # Measure.
     "measure": "REPEATS_HELP interleave limited_memory measure_costs num_threads"
     " peak_memory ratio say_if_short threads_alone",
     "memory_profile": "PARTS_OF_PEAK record_memory record_step trace_of write_trace",
     "budget": "error_of_loss limited_to_budget numbers_at_peak warm_up_adam",
-    # Train: by epochs of samples, an adapter, from nothing.
-    "epochs": "bytes_held check_losses estimate expect_training losses_alone losses_of_training"
-    " mean_and_deviation print_workers train_by_epochs train_epoch validate",
+    # Around the loops of training, which are in the scripts: by epochs, an adapter, from nothing.
+    "epochs": "bytes_held bytes_kept check_losses check_memory estimate expect_training"
+    " losses_alone losses_of_epochs losses_of_training print_epoch print_pace print_workers"
+    " record_epoch",
     "gradient_files": "GRADIENTS_FILE compare_files empty_folder write_gradients",
-    "finetune": "adapter_config add_memory_flags each_alone identity_of_finetuning load_adapted"
-    " possible_techniques read_text report_training save_result techniques_of warm_up"
+    "finetune": "adapter_config add_memory_flags each_alone follow identity_of_finetuning"
+    " load_adapted possible_techniques read_text report_training save_result techniques_of warm_up"
     " within_budget",
-    "pretraining": "Trial check_fully_split evaluate export identity_of_pretraining make_mesh"
+    "pretraining": "Trial check_fully_split export identity_of_pretraining make_mesh"
     " number_of_steps progress saving say_what_was_learnt",
 }

@@ -20,10 +20,9 @@ from checkpoints.checkpoint import fingerprint_of_config, swap
 from harness.float64 import compute_in_float64
 from harness.measure import peak_memory_of_process
 from harness.model_checks import error_of_mean, number_of_parameters, plain_loss
-from harness.step_checks import check_copies, compare_gradients
+from harness.step_checks import check_copies, compare_gradients, refuse_if_endless
 from harness.wider import WIDER, wider_copy
 from loading.documents import bigram_loss
-from utils.collectives import all_reduce
 from utils.errors import UserError
 from utils.losses import mean_loss, token_losses
 from utils.partition import sides_of
@@ -110,8 +109,8 @@ class Trial:
         ramp = 0.1 + 0.9 * step / warm_up if step < warm_up else 1
         return self.args.lr * ramp * math.cos(math.pi / 2 * after) ** 2
 
-    def train(self, run, model, first, stop, state):
-        """Losses, norms of all gradients, and learning rates of these steps, in float64.
+    def train_alone(self, run, model, first, stop, state):
+        """Return losses, norms of all gradients and learning rates of these steps, in float64.
 
         state: what the model and AdamW begin with, as `ShardedCheckpoints.whole`; {}: as they are.
         """
@@ -172,11 +171,15 @@ class Trial:
         self.references.clear()  # rank 0 has held three models so far
 
     def compare(self, run, found, first, where, state):
-        """Losses, or these, norms and learning rates, of steps from `first` on; see `train`."""
+        """Compare losses, or also norms and rates, of steps from `first` on with `train_alone`."""
         found = torch.tensor(list(found), dtype=torch.float64, device=run.device)
         count, models = found.shape[1], self.references[:1]
         models += [wider_copy(one) for one in models if run.dtype in WIDER]
-        expected = run.expect(lambda one: self.train(run, one, first, first + count, state), models)
+
+        def curves(one):
+            return self.train_alone(run, one, first, first + count, state)
+
+        expected = run.expect(curves, models)
         names = "losses", "norms of the gradients", "learning rates"
         for name, of_one, (reference, *exact) in zip(names, found, expected, strict=False):
             pair = [(of_one.to(reference.dtype), reference, *exact)]
@@ -222,15 +225,17 @@ def identity_of_pretraining(run, args, rows):
 
 
 def saving(training, losses, args, save):
-    """The same steps, (loss, norm, rate) each, of which the losses are kept, and checkpoints.
+    """Yield the steps of `training`, (loss, norm, rate) each; keep their losses, and checkpoints.
 
-    save(losses): writes one; every so many steps, and at the end.
+    save(losses): writes a checkpoint; called every so many steps, and at the end. Raises UserError
+    for a loss or a norm that is infinite or NaN, before that step is saved.
     """
-    for step in training:
-        losses.append(step[0])
+    for loss, norm, rate in training:
+        refuse_if_endless(torch.tensor([loss, norm], dtype=torch.float64), args.lr)
+        losses.append(loss)
         if len(losses) % args.save_every == 0 and len(losses) < args.steps:
             save(losses)
-        yield step
+        yield loss, norm, rate
     save(losses)
 
 
@@ -261,18 +266,6 @@ def progress(run, trial, model, training, losses, tokens):
     pair = [torch.tensor(of) for of in (rates, list(map(trial.rate, range(done, steps))))]
     run.check("learning rates of the others", [pair], tolerance=1e-12 * trial.args.lr)
     run.print0(f"tokens_per_second={speed:.0f}, padding counted, max_mem={max(peaks) / 1e9:.2f}gb")
-
-
-@torch.no_grad()
-def evaluate(loss_of, model, mesh, batches):
-    """The mean loss over all labels of all ranks' batches. loss_of(batch): see the script."""
-    total = count = 0
-    for batch in batches:
-        part, labels = loss_of(batch)
-        total, count = total + part.double() * labels, count + labels
-    if isinstance(model, FSDPModule):
-        model.reshard()  # else what is not in a layer stays whole until a backward
-    return (all_reduce(total, mesh["dp"].get_group()) / count).item()
 
 
 def say_what_was_learnt(run, loss, rows, held):

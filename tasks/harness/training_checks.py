@@ -11,13 +11,6 @@ from utils.llama import llama_of, trained_parameters
 from utils.losses import mean_loss, token_losses
 
 
-def make_optimizer(model, lr):
-    return torch.optim.Adam(trained_parameters(model).values(), lr)
-
-
-# ---------------------------------------------------------------- the checks
-
-
 def whole_step(model, inputs):
     """The single rank's, by plain PEFT's own forward: token losses, their mean, and gradients.
 
@@ -56,7 +49,9 @@ def compare_gradients(run, name_of, model, references):
         run.compare(name_of(name), [pair], kind=kind_of(name))
 
 
-def check_training(run, model, reference, compute, batches, lr, recomputes=None, alone=()):
+def check_training(
+    run, model, reference, compute, batches, optimizer_of, recomputes=None, alone=()
+):
     """The first steps of the very training that follows, beside a single-rank run's: the losses.
 
     Loss and gradients of each step are compared from the same parameters. Then both optimizers get
@@ -65,11 +60,12 @@ def check_training(run, model, reference, compute, batches, lr, recomputes=None,
 
     reference: on rank 0, the same model and adapter, whole. compute(model, ids): the very function
     that trains. batches: of each step (ids, what the single rank takes of the same documents).
+    optimizer_of(model): a new optimizer, as it trains with.
     recomputes: how often a layer should run in a step, where it is counted; else what `alone`
     yields, (name, techniques), is checked, each by itself.
     """
     references, before = run.references(reference), copy_of(trained_parameters(model))
-    optimizers = [make_optimizer(m, lr) for m in (model, *references[:1])]
+    optimizers = [optimizer_of(one) for one in (model, *references[:1])]
     calls, layer = [], llama_of(model).model.layers[0]
     # A hook before, since recomputing stops early.
     hook = layer.mlp.register_forward_pre_hook(lambda *_: calls.append(1.0))
