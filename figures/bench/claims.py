@@ -90,6 +90,7 @@ TASK = {
     ]),
     "ring_attention": ("Ring", 2, [], [
         ("hidden states of every layer", "^hidden states"), *MODEL, TOKENS, PACKED, SENT,
+        ("its simplest form, on its own: outputs and gradients of one attention", "^simplest ring"),
     ]),
     "tp_ulysses": ("TP x Ulysses", 4, ["--tp", "2", "--sp", "2"], [
         ("hidden states of every layer", "^hidden states"), *MODEL, TOKENS, PACKED, SENT,
