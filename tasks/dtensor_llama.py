@@ -46,9 +46,9 @@ from utils.shards import (
     SharedLinear,
     keep_shard,
     local_rows,
-    refuse_as_whole,
+    refuse_if_split,
     shard_of,
-    with_whole_logits,
+    with_full_logits,
 )
 
 # ---------------------------------------------------------------- the technique
@@ -135,14 +135,14 @@ def dtensor_parallelize(model, mesh, plan=PLAN):
 
     plan: {module name, * for any: ParallelStyle}. KV heads that do not divide by the ranks, and
     ranks that are more than KV heads, are taken care of (`WholeHeads`). The model is used as
-    before: logits come out whole, unless `labels` are given: then `output.logits` stays a DTensor,
+    before: logits come out full, unless `labels` are given: then `output.logits` stays a DTensor,
     split over the vocabulary (see `split_loss`). Works on a model without memory (device meta) too.
     Raises UserError for more ranks than query heads or tokens, and for a plan that does not fit the
     model, ValueError for a model that is split already.
     Source: torch.distributed.tensor.parallel; Megatron-LM, arXiv 1909.08053, section 3.
     """
     group_of_axis(mesh)  # raises for a mesh of two
-    refuse_as_whole(model)
+    refuse_if_split(model)
     ranks, config = mesh.size(), model.config
     if config.num_key_value_heads % ranks:
         plan = plan | plan_whole_heads(model, mesh)
@@ -152,7 +152,7 @@ def dtensor_parallelize(model, mesh, plan=PLAN):
     if tied:  # each was given a shard of its own
         head.weight = embedding.weight
     model.loss_function = split_loss
-    model.register_forward_hook(with_whole_logits(whole_logits), with_kwargs=True)
+    model.register_forward_hook(with_full_logits(full_logits), with_kwargs=True)
     return model
 
 
@@ -218,14 +218,14 @@ def split_loss(
     """Mean next-token loss of DTensor logits (B, S, V), split by the vocabulary.
 
     Takes the place of Hugging Face's loss, with its arguments; labels (B, S) are shifted here.
-    Under `loss_parallel`, where its backward must be too, the logits are never made whole; without
+    Under `loss_parallel`, where its backward must be too, the logits are never made full; without
     it they are. Raises ValueError and IndexError as `next_tokens` does.
     """
     size = logits.shape[:2]
     targets = next_tokens(labels, size, vocab_size, ignore_index, shift_labels).flatten()
     logits = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
-    whole = DTensor.from_local(targets, logits.device_mesh, [Replicate()])
-    total = F.cross_entropy(logits, whole, ignore_index=ignore_index, reduction="sum")
+    full = DTensor.from_local(targets, logits.device_mesh, [Replicate()])
+    total = F.cross_entropy(logits, full, ignore_index=ignore_index, reduction="sum")
     count = (targets != ignore_index).sum()
     # Every rank has the loss itself, and starts its backward from the whole of it.
     return all_reduce_to_local(total) / (
@@ -233,7 +233,7 @@ def split_loss(
     )
 
 
-def whole_logits(logits):
+def full_logits(logits):
     """DTensor logits, made whole on every rank, which all go on to compute the same."""
     group = logits.device_mesh.get_group()
     if not logits.is_cuda or dist.get_backend(group) != "gloo":
@@ -241,8 +241,8 @@ def whole_logits(logits):
     # There the all-gather takes CUDA's memory for the CPU's (pytorch issue 152645): a sum instead,
     # of what is zero but for a rank's own tokens.
     own = shard_of(logits)[-1]
-    mine = F.pad(logits.to_local(), (own.start, logits.shape[-1] - own.stop))
-    return reduce_from_region(mine, group)
+    local = F.pad(logits.to_local(), (own.start, logits.shape[-1] - own.stop))
+    return reduce_from_region(local, group)
 
 
 def apply_plan(model, mesh, plan):

@@ -69,8 +69,8 @@ def generate(model, ids, mask, new_tokens, choose, cache=None):
     return ids
 
 
-def choose_whole(model, logits):
-    """The likeliest tokens of whole logits (B, 1, V), (B, 1), and their embeddings (B, 1, H)."""
+def choose_from_full_logits(model, logits):
+    """The likeliest tokens of full logits (B, 1, V), (B, 1), and their embeddings (B, 1, H)."""
     token = logits.argmax(-1)
     return token, model.get_input_embeddings()(token)
 
@@ -150,24 +150,24 @@ def check_generation(run, name, model, choose, prompts, count, expected, referen
     # Padding is cached too; its positions are ignored.
     real = F.pad(mask, (0, count - 1), value=1)[:, None, :, None]
     S, D = length - 1, model.model.layers[0].self_attn.head_dim  # the last token is not cached yet
-    whole, expected = {}, None
+    full, expected = {}, None
     for how, cache in caches.items():
         if expected is None or not results[how].equal(expected):  # after a tie
             expected = results[how]
-            whole = run.expect(lambda m, ids=expected: all_at_once(m, ids, mask), references)
-        mine = [x[:, :, :S].clone() for x in contents(cache)]
+            full = run.expect(lambda m, ids=expected: all_at_once(m, ids, mask), references)
+        local = [x[:, :, :S].clone() for x in contents(cache)]
         pairs = [
             (x * real, *(y[:, first:stop, :-1] * real for y in all_heads))
-            for x, all_heads in zip(mine, whole[1:], strict=True)
+            for x, all_heads in zip(local, full[1:], strict=True)
         ]
         run.compare(f"{name}, cached keys and values, slices of the whole", pairs)
         logits = last_logits(model, expected, mask, cache)
-        run.compare(f"{name}, cached logits", [(logits, *whole[0])])
-    run.show("outputs", whole[0][0], logits)
+        run.compare(f"{name}, cached logits", [(logits, *full[0])])
+    run.show("outputs", full[0][0], logits)
     run.check(f"{name}, cached keys and values, slices of the whole")
     run.check(f"{name}, cached logits")
-    size = sum(x.nbytes for x in mine)
-    formula = 2 * config.num_hidden_layers * len(ids) * S * (stop - first) * D * mine[0].itemsize
+    size = sum(x.nbytes for x in local)
+    formula = 2 * config.num_hidden_layers * len(ids) * S * (stop - first) * D * local[0].itemsize
     run.print_in_order(
         f"cache of {len(ids)} x {S} tokens: {size} bytes, 2 L B S K/P D e = {formula}, "
         f"K/P = {stop - first} of {config.num_key_value_heads} KV heads (rank={run.rank})"
@@ -236,7 +236,9 @@ def measure(run, models, reference, prompt_len, new_tokens, repeats):
     ids = run.broadcast(torch.randint(config.vocab_size, (1, length)))
     threads, all_threads = torch.get_num_threads(), harness.threads_alone(run)
     timed = partial(generation, ids=ids, new_tokens=new_tokens)
-    contenders = {"one rank": partial(timed, reference, choose=choose_whole, threads=all_threads)}
+    contenders = {
+        "one rank": partial(timed, reference, choose=choose_from_full_logits, threads=all_threads)
+    }
     for name, (model, choose) in models.items():
         contenders[name] = partial(timed, model, choose=choose, threads=threads)
     seconds = harness.interleave(run, contenders, repeats)
@@ -267,7 +269,7 @@ def main():
 
 def show(run, args):
     """Both models' text by every way there is, their caches, and their speed."""
-    from dtensor_llama import dtensor_parallelize, whole_logits
+    from dtensor_llama import dtensor_parallelize, full_logits
     from tp_llama import tensor_parallelize
 
     mesh = run.mesh("tp")
@@ -288,7 +290,10 @@ def show(run, args):
     dtensor = run.together(lambda: load(partial(dtensor_parallelize, mesh=mesh)))
     models = {
         "hand-made": (by_hand, choose_among_ranks),
-        "DTensor": (dtensor, lambda model, logits: choose_whole(model, whole_logits(logits))),
+        "DTensor": (
+            dtensor,
+            lambda model, logits: choose_from_full_logits(model, full_logits(logits)),
+        ),
     }
     ((expected, *_), *alone) = run.expect(
         lambda model: continuations(model, prompts, args.new_tokens), references[:1]
@@ -319,9 +324,9 @@ def refuse_other_factors(config, tokens):
 
 def continuations(model, prompts, new_tokens):
     """By the unmodified model, recomputed: of the batch of prompts, and of each without padding."""
-    batch = generate(model, *prompts, new_tokens, choose_whole)
+    batch = generate(model, *prompts, new_tokens, choose_from_full_logits)
     alone = [
-        generate(model, row[None, m == 1], m[None, m == 1], new_tokens, choose_whole)
+        generate(model, row[None, m == 1], m[None, m == 1], new_tokens, choose_from_full_logits)
         for row, m in zip(*prompts, strict=True)
     ]
     return batch, *alone

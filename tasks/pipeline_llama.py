@@ -91,10 +91,10 @@ def keep_stage(model, stops, index):
     first, stop = (0, *stops)[index], stops[index]
     family, base, layers = family_of(model), base_of(model), layers_of(model)
     tied = model.lm_head.weight is embedding_of(model).weight
-    mine = LayersInOrder()
+    local = LayersInOrder()
     for i in range(first, stop):
-        mine.add_module(str(i), layers[i])
-    setattr(base, family.layers, mine)
+        local.add_module(str(i), layers[i])
+    setattr(base, family.layers, local)
     model.config = base.config = copy.deepcopy(model.config)
     base.config.num_hidden_layers = stop - first
     model.__class__ = GPT2Stage if family is GPT2 else LlamaStage
@@ -304,9 +304,9 @@ def impossible(run, name, number, layers, sizes):
 
 def load_stages(run, costs, number):
     """This rank's stages, of `number` in all, which cost about the same."""
-    stops, mine = balance(costs, number), range(run.rank, number, run.world_size)
+    stops, local = balance(costs, number), range(run.rank, number, run.world_size)
     run.print0(f"note: {number} stages, which end before layers {', '.join(map(str, stops))}")
-    return [run.load_model(partial(keep_stage, stops=stops, index=i)) for i in mine]
+    return [run.load_model(partial(keep_stage, stops=stops, index=i)) for i in local]
 
 
 def train(run, mesh, costs, batch):

@@ -47,7 +47,7 @@ from utils.collectives import all_reduce
 from utils.errors import UserError
 from utils.gradients import new_gradients, sum_in_place
 from utils.partition import shard_range
-from utils.shards import refuse_as_whole
+from utils.shards import refuse_if_split
 
 # ---------------------------------------------------------------- the technique: the plan
 
@@ -77,8 +77,8 @@ class TakeHeads(ColwiseParallel):
 
     def _apply(self, module, mesh):
         def take(module, args, y):
-            whole = y.to_local(grad_placements=[Partial()])  # each rank's heads, added up
-            return whole.unflatten(-1, (-1, self.D))[..., self.heads, :].flatten(-2)
+            full = y.to_local(grad_placements=[Partial()])  # each rank's heads, added up
+            return full.unflatten(-1, (-1, self.D))[..., self.heads, :].flatten(-2)
 
         module = super()._apply(module, mesh)
         module.register_forward_hook(take)
@@ -152,7 +152,7 @@ def parallelize_2d(model, mesh, replicate=False):
     without memory (device meta), too. Its logits are DTensors, split by words. Raises UserError for
     more ranks along tp than query heads or words, ValueError for a model that is split already.
     """
-    refuse_as_whole(model)
+    refuse_if_split(model)
     tp, head, base = mesh["tp"], model.lm_head, model.model
     tied = head.weight is base.embed_tokens.weight
     apply_plan(model, tp, PLAN | plan_uneven_heads(model, tp.size(), tp.get_local_rank()))

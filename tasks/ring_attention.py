@@ -15,7 +15,7 @@ travel again, and behind them their gradients, to which each rank adds, on their
 gradients are exact, since its probabilities are made with the log-sum-exps of *all* keys.
 
 This file has it twice. First in its simplest form, for contiguous shares of one sequence without
-padding. Then as `ring_parallelize` gives it to a whole model: with equal work for all ranks
+padding. Then as `ring_parallelize` gives it to a full model: with equal work for all ranks
 (zigzag), with padding and packed documents, and without messages that nobody needs.
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 2 tasks/ring_attention.py
@@ -191,8 +191,8 @@ class Ring:
 
     def order(self):
         """All tokens, (length,): rank 0's, rank 1's, ...; of each as many as `shard_range` says."""
-        mine = [self.tokens[chunk] for rank in range(self.P) for chunk in self.chunks(rank)]
-        return torch.cat([torch.arange(tokens.start, tokens.stop) for tokens in mine])
+        local = [self.tokens[chunk] for rank in range(self.P) for chunk in self.chunks(rank)]
+        return torch.cat([torch.arange(tokens.start, tokens.stop) for tokens in local])
 
     def along(self, rank, hops):
         """The rank so many hops further on; of a negative number, back."""
@@ -209,8 +209,8 @@ class Ring:
 
     def split(self, x):
         """This rank's tokens, (B, heads, S/P, ...): {chunk: (B, heads, tokens, ...)}."""
-        mine = self.chunks(self.rank)
-        return dict(zip(mine, x.split([self.size(chunk) for chunk in mine], dim=2), strict=True))
+        local = self.chunks(self.rank)
+        return dict(zip(local, x.split([self.size(chunk) for chunk in local], dim=2), strict=True))
 
     def bias(self, i, j, like):
         """What is added to the scores of chunk i's queries and j's keys; None: nothing."""
@@ -238,8 +238,8 @@ class Ring:
         if home:
             first, last = self.along(self.rank, -hop), self.along(self.rank, hop)
             sends += [(x, first) for chunk, x in leaving.items() if self.last_hop[chunk] == hop]
-            mine = self.chunks(self.rank)
-            comes |= {chunk: last for chunk in mine if self.last_hop[chunk] == hop}
+            local = self.chunks(self.rank)
+            comes |= {chunk: last for chunk in local if self.last_hop[chunk] == hop}
         shape, of = (2, *k.shape[:2]), dict(dtype=home or k.dtype)
         coming = {c: k.new_empty(*shape, self.size(c), k.shape[3], **of) for c in comes}
         receives = [(coming[chunk], source) for chunk, source in comes.items()]
@@ -306,7 +306,7 @@ def ring_backward(ring, grad, q, k, v, o, lse, rest):
     wide = torch.promote_types(q.dtype, torch.float32)
     dq = torch.zeros_like(q, dtype=wide)
     queries, outputs, grads, sums, lses = map(ring.split, (q, o, grad, dq, lse))
-    mine, coming, wait = {}, {}, lambda: None
+    local, coming, wait = {}, {}, lambda: None
     for hop, pairs, here in travel(ring, k, v):
         dkv = {j: torch.zeros_like(x, dtype=wide) for j, x in here.items()}
         for i, j in pairs:
@@ -315,21 +315,21 @@ def ring_backward(ring, grad, q, k, v, o, lse, rest):
             for total, part in zip((sums[i], *dkv[j]), parts, strict=True):
                 total += part
         if hop == 0:
-            mine = dkv
+            local = dkv
             continue
         wait()
-        add(coming, mine, dkv)
+        add(coming, local, dkv)
         coming, wait = ring.pass_on(hop, dkv, k, home=wide)
     wait()
-    add(coming, mine, {})
-    dk, dv = (torch.cat(of, dim=2) for of in zip(*mine.values(), strict=True))
+    add(coming, local, {})
+    dk, dv = (torch.cat(of, dim=2) for of in zip(*local.values(), strict=True))
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
-def add(coming, mine, others):
+def add(coming, local, others):
     """Gradients that have come, home or on their way: add them to this rank's part of them."""
     for chunk, dkv in coming.items():
-        (others if chunk in others else mine)[chunk] += dkv
+        (others if chunk in others else local)[chunk] += dkv
 
 
 class RingAttention(torch.autograd.Function):
@@ -358,8 +358,8 @@ class RingAttention(torch.autograd.Function):
 def ring_attention(module, query, key, value, attention_mask, dropout=0.0, **kwargs):
     """Attention of this rank's tokens to all; query (B, N, S/P, D), key and value (B, K, S/P, D).
 
-    attention_mask: see `RingLlama.seen`, or documents, (B, 1, 1, S). Returns (B, S/P, N, D) and
-    None, as Hugging Face wants it. Raises ValueError for dropout.
+    attention_mask: of `RingLlama.attention_mask_info`, or documents, (B, 1, 1, S). Returns
+    (B, S/P, N, D) and None, as Hugging Face wants it. Raises ValueError for dropout.
     """
     if dropout:
         raise ValueError("attention dropout: not in a ring")
@@ -369,7 +369,7 @@ def ring_attention(module, query, key, value, attention_mask, dropout=0.0, **kwa
 
 
 class RingLlama(SequenceParallelLlama):
-    """Takes and gives whole sequences, in order, as Task 4's; tokens are dealt out by a ring."""
+    """Takes and gives full sequences, in order, as Task 4's; tokens are dealt out by a ring."""
 
     def order(self, length):
         return ring_of(self.get_group(), length, self.zigzag).order()
@@ -377,11 +377,11 @@ class RingLlama(SequenceParallelLlama):
     def tokens(self, length):
         return self.order(length)[super().tokens(length)]
 
-    def whole(self, x, length):
-        return super().whole(x, length)[:, self.order(length).argsort().to(x.device)]
+    def gather_tokens(self, x, length):
+        return super().gather_tokens(x, length)[:, self.order(length).argsort().to(x.device)]
 
     @staticmethod
-    def seen(length, attention_mask=None, device=None):
+    def attention_mask_info(length, attention_mask=None, device=None):
         """Of all tokens, which are no padding, (B, 1, 1, S). If all are, there are no rows."""
         if attention_mask is None or attention_mask.all():
             return torch.ones(1, 1, 0, length, dtype=torch.bool, device=device)
@@ -392,8 +392,9 @@ def ring_parallelize(model, mesh, zigzag=True):
     """Make a LlamaForCausalLM sequence-parallel in place, by a ring of the ranks of `mesh`.
 
     It is used as one of `sequence_parallelize`; there may be more ranks than heads. A rank's own
-    tokens are `model.tokens(S)`, and the mask for them alone is `model.seen(S)`. Raises UserError
-    for RoPE that depends on the length, ValueError as `check_whole` does and for dropout.
+    tokens are `model.tokens(S)`, and the mask for them alone is `model.attention_mask_info(S)`.
+    Raises UserError for RoPE that depends on the length, ValueError as `check_unsplit` does and for
+    dropout.
     """
     convert_attention(model, RingLlama, group_of_axis(mesh), "ring", ring_attention)
     for module in [model, *(layer.self_attn for layer in model.model.layers)]:
@@ -425,7 +426,7 @@ def check_simplest(run, group, batch_size, length):
         attention = LlamaAttention(config, 0)
     shares = [shard_range(length, group.size(), rank) for rank in range(group.size())]
     sizes = [stop - first for first, stop in shares]
-    mine = slice(*shares[group.rank()])
+    local = slice(*shares[group.rank()])
     torch.manual_seed(run.seed)
     N, K = config.num_attention_heads, config.num_key_value_heads
     *qkv, grad = (
@@ -454,10 +455,10 @@ def check_simplest(run, group, batch_size, length):
     if run.dtype in harness.WIDER:  # what the reference's own rounding is measured against
         dtypes.append(harness.WIDER[run.dtype])
     expected = run.expect(alone, dtypes if run.rank == 0 else [])
-    actual = step(ring, [t[:, :, mine] for t in qkv], grad[:, :, mine])
+    actual = step(ring, [t[:, :, local] for t in qkv], grad[:, :, local])
     kinds = "outputs", "query grad", "key grad", "value grad"
     for kind, ours, theirs in zip(kinds, actual, expected, strict=True):
-        pair = [ours, *(t[:, :, mine] for t in theirs)]
+        pair = [ours, *(t[:, :, local] for t in theirs)]
         if kind == "query grad" and group.rank() == 0:
             # The first query sees one key, whatever it is: its gradient is 0, and rounding.
             pair = [t[:, :, 1:] for t in pair]

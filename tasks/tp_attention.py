@@ -43,7 +43,7 @@ SHAPES = "assignment", "llama-3.2-1b"
 def tensor_parallelize_attention(attention, mesh):
     """Make a LlamaAttention tensor-parallel in place, over the ranks of `mesh`, of one axis.
 
-                      whole         this rank's
+                      full          local
     q_proj            (N D, H)      (N/P D, H)           column-parallel, whole heads
     k_proj, v_proj    (K D, H)      (max(K/P, 1) D, H)   the KV heads of those query heads
     o_proj            (H, N D)      (H, N/P D)           row-parallel

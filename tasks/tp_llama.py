@@ -13,7 +13,7 @@ Part 1 and Task 1 show one by one is here together, and a third split with it, t
 Why split the vocabulary, where the assignment hints at splitting the embedding *dim* H? Llama-3.2
 ties the embedding to the LM head, so one split must serve both. Rows of the vocabulary suit the
 head: its logits come out split by token, and the loss needs three numbers a token from each rank,
-never the whole (B, S, V), which at V = 128256 is the largest tensor of all. Split along H, the
+never the full (B, S, V), which at V = 128256 is the largest tensor of all. Split along H, the
 head would be row-parallel and would all-reduce that very tensor.
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 2 tasks/tp_llama.py
@@ -41,15 +41,15 @@ from utils.collectives import (
 from utils.errors import UserError
 from utils.llama import bound, held, next_tokens
 from utils.partition import shard_heads, shard_range
-from utils.shards import SharedLinear, keep_shard, local_rows, refuse_as_whole, with_whole_logits
+from utils.shards import SharedLinear, keep_shard, local_rows, refuse_if_split, with_full_logits
 
 # ---------------------------------------------------------------- the technique
 
 
-def tensor_parallelize(model, mesh, vocab_parallel=True, pair=None):
+def tensor_parallelize(model, mesh, vocab_parallel=True, region_ops=None):
     """Make a LlamaForCausalLM tensor-parallel in place, over the ranks of `mesh`, of one axis.
 
-                            whole       this rank's
+                            full        local
     q_proj                  (N D, H)    (N/P D, H)      whole heads
     k_proj, v_proj          (K D, H)    (max(K/P, 1) D, H)  the KV heads of those query heads
     o_proj                  (H, N D)    (H, N/P D)
@@ -59,16 +59,16 @@ def tensor_parallelize(model, mesh, vocab_parallel=True, pair=None):
     norms                   (H,)        (H,)            replicated; gradients equal by themselves
 
     Shares may be uneven; with more ranks than KV heads each KV head is held by several ranks (see
-    `shard_heads`). The model is used as before: logits come out whole, gathered from the ranks,
+    `shard_heads`). The model is used as before: logits come out full, gathered from the ranks,
     unless `labels` are given: then the loss is computed from the split logits, and
     `output.logits` is this rank's (B, S, V/P). Works on a model without memory (device meta) too.
-    pair: functions of (x, group), in place of f and g.
+    region_ops: functions of (x, group), in place of f and g.
     Raises UserError for more ranks than query heads or tokens, ValueError for a model that is split
     already.
     Source: Megatron-LM, arXiv 1909.08053, section 3.
     """
-    group, (enter, leave) = group_of_axis(mesh), pair or (copy_to_region, reduce_from_region)
-    refuse_as_whole(model)
+    group, (enter, leave) = group_of_axis(mesh), region_ops or (copy_to_region, reduce_from_region)
+    refuse_if_split(model)
     rank, ranks = group.rank(), group.size()
     D = model.model.layers[0].self_attn.head_dim
     num_heads, num_kv_heads = model.config.num_attention_heads, model.config.num_key_value_heads
@@ -135,7 +135,7 @@ def split_vocabulary(model, group, enter=copy_to_region):
     model.sum_of_losses = bound(sum_of_vocab_parallel_losses, rows=rows, group=group)
     model.loss_function = bound(vocab_parallel_loss, rows=rows, group=group)
     gather = bound(gather_shares, dim=-1, size=vocab_size, group=group)
-    model.register_forward_hook(with_whole_logits(gather), with_kwargs=True)
+    model.register_forward_hook(with_full_logits(gather), with_kwargs=True)
 
 
 class VocabParallelEmbedding(nn.Embedding):

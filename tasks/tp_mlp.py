@@ -25,7 +25,7 @@ Two questions that the assignment leaves open:
   function that calls the block again does not. The check `recomputed with dropout` would see it.
 * Do the gradients of the (replicated) norm have to be summed over ranks? No. f stands between the
   norm and the sharded layers, so what enters the norm's backward is summed already, and the norm's
-  input is the same on all ranks: each rank computes the whole gradient. The checks compare it with
+  input is the same on all ranks: each rank computes the full gradient. The checks compare it with
   the reference, and its bits between the ranks.
 """
 
@@ -64,7 +64,7 @@ class Block(nn.Module):
 def tensor_parallelize_mlp(mlp, mesh):
     """Make a LlamaMLP tensor-parallel in place, over the ranks of `mesh`, which has one axis.
 
-                  whole       this rank's
+                  full        local
     gate_proj     (F, H)      (F/P, H)      column-parallel
     up_proj       (F, H)      (F/P, H)      column-parallel
     down_proj     (H, F)      (H, F/P)      row-parallel

@@ -32,14 +32,14 @@ from utils.collectives import group_of_axis
 from utils.errors import UserError
 from utils.losses import mean_loss, token_losses
 from utils.partition import shard_range
-from utils.shards import refuse_as_whole
+from utils.shards import refuse_if_split
 
 # ---------------------------------------------------------------- the technique
 
 
 def split_loss_alone(model, mesh):
     """Loss parallel: the vocabulary split, and the layers whole, on each rank the same."""
-    refuse_as_whole(model)
+    refuse_if_split(model)
     split_vocabulary(model, group_of_axis(mesh))
 
 

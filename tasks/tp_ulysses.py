@@ -70,7 +70,7 @@ def parallelize_tp_sp(model, mesh, sequence="ulysses", megatron_sp=False, ulysse
     if megatron_sp:
         from mesh.megatron_sp import BY_TOKENS, split_between_blocks
 
-        tensor_parallelize(model, tp, pair=BY_TOKENS)
+        tensor_parallelize(model, tp, region_ops=BY_TOKENS)
     else:
         tensor_parallelize(model, tp)
     if sequence == "usp":
@@ -203,12 +203,14 @@ def show(run, args):
     )
 
     def bytes_of(model, B, S):
-        mine = comm_bytes_per_layer(model, B, S, mesh, args.sequence, args.megatron_sp)
-        return tuple(sum(of) / run.world_size for of in zip(*run.gather_objects(mine), strict=True))
+        local = comm_bytes_per_layer(model, B, S, mesh, args.sequence, args.megatron_sp)
+        return tuple(
+            sum(of) / run.world_size for of in zip(*run.gather_objects(local), strict=True)
+        )
 
     def held(model, S):
-        mine = torch.arange(S)[model.tokens(S)]
-        return mine.view(tp, -1)[mesh["tp"].get_local_rank()] if args.megatron_sp else mine
+        local = torch.arange(S)[model.tokens(S)]
+        return local.view(tp, -1)[mesh["tp"].get_local_rank()] if args.megatron_sp else local
 
     # Of more than two ranks, sums of few bytes by gloo, or in half precision, are other messages.
     exact = tp <= 2 or dist.get_backend(mesh["tp"].get_group()) == SHARED_MEMORY

@@ -4,11 +4,11 @@ The model is Task 4's, the adapters are PEFT's. What is easily got wrong is done
 and its core, `local_loss`:
 
 * The virtual prompt (n tokens) stands before the sequence once, not before each rank's share, where
-  PEFT would put it if it were given shares. (Given whole ids, as Task 4's model takes them, PEFT's
-  own forward is right, but embeds the whole sequence on every rank.) The n + S embeddings are
+  PEFT would put it if it were given shares. (Given full ids, as Task 4's model takes them, PEFT's
+  own forward is right, but embeds the full sequence on every rank.) The n + S embeddings are
   split, so a rank may hold virtual tokens only, some, or none:
 
-      whole   v0 ... v31 t0 t1 ... t127        32 virtual tokens, 128 of the text
+      full    v0 ... v31 t0 t1 ... t127        32 virtual tokens, 128 of the text
       ranks   [ 0          ][ 1           ]    80 positions each
 
 * Labels are shifted by one before they are split: the next token may be on the next rank.
@@ -88,7 +88,7 @@ def local_loss(model, ids, embed=None, labels=None, position_ids=None, attention
     if position_ids is None:
         position_ids = torch.arange(length, device=ids.device)[None]
     if attention_mask is None:
-        attention_mask = model.seen(length, device=ids.device)  # causal
+        attention_mask = model.attention_mask_info(length, device=ids.device)  # causal
     targets, count = shift_and_split(model, ids if labels is None else labels)
     output = model.model(
         inputs_embeds=embed(ids[:, local]),

@@ -11,7 +11,7 @@ shares of the tokens into shares of the heads and back:
             -> all-to-all -> (B, S/P, N, D) -> o_proj -> + -> norm -> MLP -> +
     -> norm -> LM head -> logits of this rank's tokens (B, S/P, V)
 
-The hidden states of the whole sequence are never on one rank. The backward is the same the other
+The hidden states of the full sequence are never on one rank. The backward is the same the other
 way round. Weights are used for other tokens on each rank, so their gradients are each rank's part
 of a sum: one all-reduce after the backward (`sum_gradients`), as in data parallelism.
 
@@ -117,19 +117,19 @@ def to_heads(query, key, value, group, heads, S):
     ]
     packed = torch.cat([piece.flatten() for piece in pieces])
     received = [t * B * (n + 2 * k) * D for t in tokens]
-    whole = AllToAll.apply(packed, [piece.numel() for piece in pieces], received, group)
-    return whole.view(S, B, n + 2 * k, D).permute(1, 2, 0, 3).split([n, k, k], dim=1)
+    full = AllToAll.apply(packed, [piece.numel() for piece in pieces], received, group)
+    return full.view(S, B, n + 2 * k, D).permute(1, 2, 0, 3).split([n, k, k], dim=1)
 
 
 def to_tokens(output, group, heads, S):
     """And back: (B, S, n, D) of this rank's heads -> (B, S/P, N, D) of its tokens."""
     tokens, queries, _ = split_sizes(group, heads, S)
     B, _, n, D = output.shape
-    mine = tokens[group.rank()]
+    local_tokens = tokens[group.rank()]
     packed = output.transpose(0, 1).flatten()
-    received = [mine * B * q * D for q in queries]
+    received = [local_tokens * B * q * D for q in queries]
     pieces = AllToAll.apply(packed, [t * B * n * D for t in tokens], received, group)
-    pieces = [piece.view(mine, B, -1, D) for piece in pieces.split(received)]
+    pieces = [piece.view(local_tokens, B, -1, D) for piece in pieces.split(received)]
     return torch.cat(pieces, dim=2).transpose(0, 1)
 
 
@@ -137,7 +137,7 @@ def sequence_parallelize(model, mesh):
     """Make a LlamaForCausalLM sequence-parallel in place, over the ranks of `mesh`, of one axis.
 
     Weights stay whole on all ranks. The model is used as before (see `SequenceParallelLlama`), but
-    what is whole on every rank, weights and `inputs_embeds`, gets the gradient of this rank's
+    what is full on every rank, weights and `inputs_embeds`, gets the gradient of this rank's
     tokens: call `sum_gradients` after the backward. Any sequence length and batch size; query
     heads, KV heads and tokens are shared out unevenly where they do not divide.
 

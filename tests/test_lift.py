@@ -109,7 +109,7 @@ def ulysses_finetune(of):
 def kv_cache(of):
     mask = torch.ones_like(IDS)
     split = sys.modules["tp_llama"].tensor_parallelize(model(), mesh)
-    alone = of.generate(WHOLE, IDS, mask, 4, of.choose_whole)
+    alone = of.generate(WHOLE, IDS, mask, 4, of.choose_from_full_logits)
     assert of.generate(split, IDS, mask, 4, of.choose_among_ranks, DynamicCache()).equal(alone)
 
 

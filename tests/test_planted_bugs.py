@@ -342,8 +342,9 @@ BUGS = {
         "mask = F.pad(mask, (0, 1), value=0)", "alone|generated",
     ),
     "DTensor's logits are a rank's": (
-        "kv_cache", 2, "kv_cache.py", "choose_whole(model, whole_logits(logits))",
-        "choose_whole(model, logits.to_local())", "generated tokens by DTensor, recomputed",
+        "kv_cache", 2, "kv_cache.py", "choose_from_full_logits(model, full_logits(logits))",
+        "choose_from_full_logits(model, logits.to_local())",
+        "generated tokens by DTensor, recomputed",
     ),
     "the cache is read one token late": (
         "kv_cache", 2, "kv_cache.py", "ids[:, -new:], attention",
@@ -370,8 +371,8 @@ BUGS = {
         "torch.cat(pieces[::-1], dim=2).transpose", "logits",
     ),
     "positions begin at 0 on every rank": (
-        "ulysses_forward", 2, "sequence.py", "mine(position_ids),",
-        "mine(position_ids) - mine(position_ids)[:, :1],", "logits",
+        "ulysses_forward", 2, "sequence.py", "local(position_ids),",
+        "local(position_ids) - local(position_ids)[:, :1],", "logits",
     ),
     "the sequence's mask is dropped": (
         "ulysses_forward", 2, "ulysses_forward.py",
@@ -382,8 +383,8 @@ BUGS = {
         "device=attention_mask.device)", "logits",
     ),
     "a short sequence is read to its padded end": (
-        "ulysses_forward", 6, "sequence.py", "self.whole(output.logits, length)[:, :S]",
-        "self.whole(output.logits, length)", "generated tokens",
+        "ulysses_forward", 6, "sequence.py", "self.gather_tokens(output.logits, length)[:, :S]",
+        "self.gather_tokens(output.logits, length)", "generated tokens",
     ),
     "no sum of gradients": (
         "ulysses_forward", 2, "gradients.py", "all_reduce_(flat, group)",
@@ -394,17 +395,17 @@ BUGS = {
         "all_reduce_(flat.div_(group.size()), group)", "grad",
     ),
     "the split sequence's labels are shifted twice": (
-        "ulysses_forward", 2, "sequence.py", "mine(targets, -100))",
-        "mine(targets.roll(-1, 1), -100))", "loss",
+        "ulysses_forward", 2, "sequence.py", "local(targets, -100))",
+        "local(targets.roll(-1, 1), -100))", "loss",
     ),
     "labels are shifted after they are split": (
-        "ulysses_forward", 2, "sequence.py", "mine(targets, -100))",
-        "F.pad(mine(labels, -100), (0, 1), value=-100)[:, 1:])", "loss",
+        "ulysses_forward", 2, "sequence.py", "local(targets, -100))",
+        "F.pad(local(labels, -100), (0, 1), value=-100)[:, 1:])", "loss",
     ),
     "a mean of the ranks' means": (
         "ulysses_forward", 2, "sequence.py",
         "reduce_from_region(loss, self.get_group()) / num_items",
-        "reduce_from_region(loss / (mine(targets, -100) != -100).sum(), self.get_group())"
+        "reduce_from_region(loss / (local(targets, -100) != -100).sum(), self.get_group())"
         " / self.get_group().size() * num_items_in_batch / num_items", "loss",
     ),
     "hidden states of other tokens": (
@@ -504,8 +505,9 @@ BUGS = {
         "torch.cat(parts[::-1], dim=1)", "tiled MLP alone: loss",
     ),
     "the first heads in every round": (
-        "ulysses_finetune", 1, "long_sequence.py", "self.qkv_of_tokens(layer, x, whole, turn)",
-        "self.qkv_of_tokens(layer, x, whole, self.rounds[0])", "head groups alone: loss",
+        "ulysses_finetune", 1, "long_sequence.py",
+        "self.qkv_of_tokens(layer, x, everything, head_round)",
+        "self.qkv_of_tokens(layer, x, everything, self.rounds[0])", "head groups alone: loss",
     ),
     "only the last tile has a loss": (
         "ulysses_finetune", 2, "tiled_loss.py", "loss += (valid * (", "loss = (valid * (",
@@ -1100,8 +1102,8 @@ BUGS = {
     ),
     "gradients on their way are not added to": (
         "ring_attention", 3, "ring_attention.py",
-        "(others if chunk in others else mine)[chunk] += dkv",
-        "mine.get(chunk, dkv * 0).add_(dkv)", "grad",
+        "(others if chunk in others else local)[chunk] += dkv",
+        "local.get(chunk, dkv * 0).add_(dkv)", "grad",
     ),
     "a block has log-sum-exps of its own": (
         "ring_attention", 2, "ring_attention.py", "(q, k, v, o, lse)", "(q, k, v, o, lse - 0.01)",
@@ -1136,7 +1138,7 @@ BUGS = {
         "[:, self.order(length).argsort().to(x.device)]", "", "logits",
     ),
     "tokens keep the positions of contiguous shares": (
-        "ring_attention", 2, "sequence.py", "mine(position_ids),",
+        "ring_attention", 2, "sequence.py", "local(position_ids),",
         "position_ids[:, slice(*shard_range(length, self.parts, self.get_group().rank()))],",
         "logits",
     ),
@@ -1207,8 +1209,8 @@ BUGS = {
         "count = shift_and_split(base, labels)[0], shift_and_split(base, ids)[1]", "losses",
     ),
     "only a row's first document has gradients": (
-        "ulysses_finetune --pack --peft lora", 2, "packed.py", "whole[part] = piece",
-        "whole[part] = piece * (part[2].start == 0)", "grad",
+        "ulysses_finetune --pack --peft lora", 2, "packed.py", "full[part] = piece",
+        "full[part] = piece * (part[2].start == 0)", "grad",
     ),
     "the lookup learns nothing": (
         "tp_ulysses --megatron-sp", 2, "megatron_sp.py", "llama.embed_tokens.part(ids)",

@@ -215,7 +215,7 @@ with torch.inference_mode():
     builds(1 + 3, split, mask.clone())  # of the order, and in every layer
 
 # Those who call the layers hold the mask themselves.
-seen = split.seen(12, masks[0].clone())
+seen = split.attention_mask_info(12, masks[0].clone())
 tokens = split.tokens(12)
 embeddings = split.get_input_embeddings()(ids[:, tokens]).detach()
 

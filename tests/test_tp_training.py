@@ -85,7 +85,7 @@ def test_trace_that_cannot_be_written(tmp_path):
     assert path.read_text() == "before" and list(tmp_path.iterdir()) == [path]
 
 
-def test_whole_logits_where_they_are_to_be_split(odd_llama, tmp_path):
+def test_full_logits_where_they_are_to_be_split(odd_llama, tmp_path):
     """The loss of a step is compared in --profile, too."""
     right = "return total - (everyone[:, 2].sum(0) - largest)"
     plant(tmp_path, "tp_llama.py", right, "return total - (target - largest)")

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import loss_parallel
 
-from dtensor_llama import dtensor_parallelize, whole_logits
-from kv_cache import choose_among_ranks, choose_whole
+from dtensor_llama import dtensor_parallelize, full_logits
+from kv_cache import choose_among_ranks, choose_from_full_logits
 from shared_memory.traffic import bytes_sent
 from tp_llama import tensor_parallelize
 
@@ -31,7 +31,7 @@ class Single:
     def __init__(self, run, mesh=None):
         self.run, self.mesh = run, mesh
 
-    choose = staticmethod(choose_whole)
+    choose = staticmethod(choose_from_full_logits)
     context = staticmethod(contextlib.nullcontext)
 
 
@@ -65,7 +65,7 @@ class DTensorPlan(HandMade):
 
     @staticmethod
     def choose(model, logits):
-        return choose_whole(model, whole_logits(logits))
+        return choose_from_full_logits(model, full_logits(logits))
 
     @staticmethod
     def formula(L, T, H, V, P, e):
@@ -92,7 +92,7 @@ class TransformersPlan(HandMade):
         if tied:
             head.weight = embedding.weight
 
-    choose = staticmethod(choose_whole)
+    choose = staticmethod(choose_from_full_logits)
 
     @staticmethod
     def formula(L, T, H, V, P, e):

@@ -21,7 +21,7 @@ from figures.bench.records import here_and_now
 from harness.flags import make_parser, positive
 from harness.job import start
 from harness.measure import interleave, threads_alone
-from kv_cache import choose_whole, generate, generation, say_times
+from kv_cache import choose_from_full_logits, generate, generation, say_times
 from shared_memory.group import NAME
 from utils import collectives
 from utils.errors import UserError
@@ -69,13 +69,17 @@ def measure(run, args):
         return generate(of, ids, ids * 0 + 1, args.new_tokens, choose, DynamicCache())
 
     references = run.references(reference)
-    (expected,) = run.expect(lambda of: [tokens(of, choose_whole)], references)
+    (expected,) = run.expect(lambda of: [tokens(of, choose_from_full_logits)], references)
     for name, model in models.items():
         actual = tokens(model, made[name].choose)
         run.check(f"generated tokens, {name}", [(actual, expected[0])], tolerance=0.0)
 
     job = ids, args.new_tokens
-    every = {"one rank": partial(generation, reference, *job, choose_whole, threads_alone(run))}
+    every = {
+        "one rank": partial(
+            generation, reference, *job, choose_from_full_logits, threads_alone(run)
+        )
+    }
     for name, model in models.items():
         every[name] = partial(generation, model, *job, made[name].choose, threads)
     if "hand-made" in models:

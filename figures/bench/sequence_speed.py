@@ -155,7 +155,9 @@ class Step:
         model.zero_grad()
         tokens = model.tokens(S)
         positions = torch.arange(S, device=ids.device)[None, tokens]
-        hidden = model.model(ids[:, tokens], model.seen(S, device=ids.device), positions)[0]
+        hidden = model.model(
+            ids[:, tokens], model.attention_mask_info(S, device=ids.device), positions
+        )[0]
         targets = next_tokens(ids, ids.shape, model.config.vocab_size)[:, tokens]
         # Norms split by tokens: a rank has some of a row's, and the head gathers those of all.
         parts = targets.unflatten(1, (tp if "megatron_sp" in self.flags else 1, -1))

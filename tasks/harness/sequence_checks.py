@@ -40,7 +40,7 @@ def show_sequence(run, workload, mesh, parallelize, formula, held=None, whole=("
         mine = held(parallel, S) if held else tokens
         check_hidden_states(run, batch, parallel, references, mine)
         positions = torch.arange(S, device=ids.device)[None, tokens]
-        inputs = ids[:, tokens], parallel.seen(S, device=ids.device), positions
+        inputs = ids[:, tokens], parallel.attention_mask_info(S, device=ids.device), positions
         layers, expected = run.source.config.num_hidden_layers, formula(parallel, B, S)
         measure_bytes(run, lambda: parallel.model(*inputs)[0], layers, expected, exact)
 

@@ -108,17 +108,19 @@ def possible(model, techniques):
     Raises ValueError for layers that cannot be taken apart, and as `check_by_token` does.
     """
     check_by_token(model)
-    fewer, whole, kernel = techniques, None, None  # what keeps a layer whole; its outputs from use
+    fewer = techniques
+    # Why a layer is not taken apart, and why attention's outputs are of no use.
+    in_one, kernel = None, None
     if model.training and model.config.attention_dropout:
-        whole = "attention has dropout"
+        in_one = "attention has dropout"
     for layer in model.model.layers:
         attention = layer.self_attn
         if any(isinstance(module, nn.Dropout) and module.p for module in layer.modules()):
-            whole = "a layer has dropout"
+            in_one = "a layer has dropout"
         if type(attention) is not LlamaAttention:
             raise ValueError(f"layers with {type(attention).__name__} cannot be taken apart")
         if not all(map(sliceable, (attention.q_proj, attention.k_proj, attention.v_proj))):
-            whole = "a projection is neither linear nor LoRA"
+            in_one = "a projection is neither linear nor LoRA"
     on_gpu, head_dim = model.device.type == "cuda", model.model.layers[0].self_attn.head_dim
     half = model.dtype.itemsize == 2
     old = on_gpu and torch.cuda.get_device_capability(model.device) < (8, 0)
@@ -127,14 +129,14 @@ def possible(model, techniques):
         kernel = f"no GPU kernel gives log-sum-exps of {model.dtype} heads of {head_dim} here"
     if isinstance(model, RingLlama) and fewer.backward == "selective":
         fewer, kernel = replace(fewer, backward="checkpoint"), "of a ring there is no one kernel"
-    if whole:
+    if in_one:
         fewer = replace(fewer, head_groups=False)
-    if fewer.backward in ("saved-outputs", "selective") and (whole or kernel):
+    if fewer.backward in ("saved-outputs", "selective") and (in_one or kernel):
         fewer = replace(fewer, backward="checkpoint")
     head = None
     if type(model.lm_head) is not nn.Linear or "RMSNorm" not in type(model.model.norm).__name__:
         head, fewer = "the LM head or its norm has an adapter", replace(fewer, tiled_loss=False)
-    return fewer, None if fewer == techniques else whole or kernel or head
+    return fewer, None if fewer == techniques else in_one or kernel or head
 
 
 # ---------------------------------------------------------------- the layers
@@ -172,7 +174,7 @@ class Stack:
         ranks, self.rank = group.size(), group.rank()
         shares = [shard_range(length, ranks, rank) for rank in range(ranks)]
         self.tokens = [stop - first for first, stop in shares]
-        own, self.mine = slice(*shares[self.rank]), self.tokens[self.rank]
+        own, self.local_tokens = slice(*shares[self.rank]), self.tokens[self.rank]
         self.positions = places[:, own]
         self.attend, self.attend_backward, self.ring = attend, attend_backward, None
         if isinstance(model, RingLlama):  # whose ranks exchange no heads: each is as if alone
@@ -180,7 +182,7 @@ class Stack:
             self.positions = places[:, self.ring.order()[own]]
             self.attend = partial(ring_forward, self.ring)
             self.attend_backward = partial(ring_backward, self.ring)
-            ranks, self.rank, self.tokens, self.S = 1, 0, [self.mine], self.mine
+            ranks, self.rank, self.tokens, self.S = 1, 0, [self.local_tokens], self.local_tokens
         elif self.documents is not None:
             parts = parts_of(documents)
             self.attend = partial(attend_parts, parts)
@@ -190,25 +192,31 @@ class Stack:
         self.made = {}  # by `indices`: once, not for each tile of each pass
         # The rest of a layer, backward: some six tensors as wide as the MLP.
         a_token = 6 * (config.intermediate_size + config.hidden_size) * self.B
-        tile = techniques.tile(a_token, model.dtype.itemsize) if techniques.tiled_mlp else self.mine
-        self.tiles = tiles(self.mine, max(tile, 1))
+        tile = (
+            techniques.tile(a_token, model.dtype.itemsize)
+            if techniques.tiled_mlp
+            else self.local_tokens
+        )
+        self.tiles = tiles(self.local_tokens, max(tile, 1))
         self.parameters = [p for p in self.layers.parameters() if p.requires_grad]
         # The room of one layer's outputs, in hidden states.
         self.room = config.num_attention_heads * self.D / config.hidden_size
 
-    def counts(self, turn, keys=0):
+    def counts(self, head_round, keys=0):
         """How many heads each rank has in a round: of the queries, and `keys` times the keys'."""
-        return [q[1] - q[0] + keys * (k[1] - k[0]) for q, k in turn]
+        return [q[1] - q[0] + keys * (k[1] - k[0]) for q, k in head_round]
 
     def sizes(self, counts):
         """Numbers of elements that this rank sends to, and receives from, each rank."""
-        sent = [self.mine * self.B * count * self.D for count in counts]
+        sent = [self.local_tokens * self.B * count * self.D for count in counts]
         return sent, [t * self.B * counts[self.rank] * self.D for t in self.tokens]
 
     def pieces(self, flat, counts):
         """Views of this rank's tokens, (S/P, B, counts[r], D) for each rank r's heads."""
         sizes = flat.split(self.sizes(counts)[0])
-        return [p.view(self.mine, self.B, n, self.D) for p, n in zip(sizes, counts, strict=True)]
+        return [
+            p.view(self.local_tokens, self.B, n, self.D) for p, n in zip(sizes, counts, strict=True)
+        ]
 
     def to_heads(self, flat, counts):
         """From all heads of this rank's tokens to its heads of all tokens, (B, heads, S, D)."""
@@ -234,11 +242,11 @@ class Stack:
             flat.untyped_storage().resize_(0)  # gloo's thread may hold on to it for some time
         return out
 
-    def qkv_of_tokens(self, layer, x, at, turn):
+    def qkv_of_tokens(self, layer, x, at, head_round):
         """q, k and v of a round, of tokens `at`: a piece (tokens, B, heads, D) for each rank."""
         normed = layer.input_layernorm(x)
         cos, sin = self.model.rotary_emb(x, self.positions[:, at])
-        queries, keys = zip(*turn, strict=True)
+        queries, keys = zip(*head_round, strict=True)
 
         def heads(linear, ranges):
             chosen, rows = self.indices(ranges, x.device)
@@ -264,9 +272,11 @@ class Stack:
     def in_order(self, flats):
         """Attention's outputs, flat, one a round: their pieces, (S/P, B, heads, D), by heads."""
         pairs = []
-        for turn, flat in zip(self.rounds, flats, strict=True):
-            pieces = self.pieces(flat, self.counts(turn))
-            pairs += [(queries, piece) for (queries, _), piece in zip(turn, pieces, strict=True)]
+        for head_round, flat in zip(self.rounds, flats, strict=True):
+            pieces = self.pieces(flat, self.counts(head_round))
+            pairs += [
+                (queries, piece) for (queries, _), piece in zip(head_round, pieces, strict=True)
+            ]
         return [piece for _, piece in sorted(pairs, key=lambda pair: pair[0])]
 
     def outputs(self, pieces, at):
@@ -303,10 +313,12 @@ class Stack:
     def run_layer(self, layer, x):
         """One layer; what is done in rounds or tiles is recomputed, each in its own backward."""
 
-        def attention(turn, x):
-            heads, whole = self.counts(turn, keys=2), slice(0, self.mine)
-            flat = torch.cat([p.flatten() for p in self.qkv_of_tokens(layer, x, whole, turn)])
-            (first, stop), (key, end) = turn[self.rank]
+        def attention(head_round, x):
+            heads = self.counts(head_round, keys=2)
+            everything = slice(0, self.local_tokens)
+            pieces = self.qkv_of_tokens(layer, x, everything, head_round)
+            flat = torch.cat([piece.flatten() for piece in pieces])
+            (first, stop), (key, end) = head_round[self.rank]
             split = [stop - first, end - key, end - key]
             q, k, v = self.to_heads(flat, heads).split(split, dim=1)
             if self.ring:
@@ -322,14 +334,14 @@ class Stack:
                 # rank without heads must save one here, too: else it would call the all-to-alls of
                 # the recomputation later than the others do.
                 o = q * q.new_ones(())
-            return self.to_tokens([o], self.counts(turn))
+            return self.to_tokens([o], self.counts(head_round))
 
         def maybe(again, function, *args):
             return checkpoint(function, *args, use_reentrant=False) if again else function(*args)
 
         # A checkpoint inside a selective one would run its attention again.
         again = len(self.rounds) > 1 and self.techniques.backward != "selective"
-        flats = [maybe(again, attention, turn, x) for turn in self.rounds]
+        flats = [maybe(again, attention, head_round, x) for head_round in self.rounds]
         o = self.outputs(self.in_order(flats), slice(None))
         # (The backward of each slice would make zeros as long as the sequence; `split`'s does not.)
         size = self.tiles[0].stop

@@ -34,6 +34,6 @@ def attend_parts_backward(parts, grad, q, k, v, o, lse, rests):
     grads = [torch.empty_like(t) for t in (q, k, v)]
     for part, rest in zip(parts, rests, strict=True):
         pieces = attend_backward(*(t[part] for t in (grad, q, k, v, o, lse)), rest)
-        for whole, piece in zip(grads, pieces, strict=True):
-            whole[part] = piece
+        for full, piece in zip(grads, pieces, strict=True):
+            full[part] = piece
     return grads

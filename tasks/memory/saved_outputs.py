@@ -78,15 +78,17 @@ class SavedOutputs(torch.autograd.Function):
 # ---------------------------------------------------------------- a layer, forward and backward
 
 
-def qkv_of_heads(stack, layer, x, turn):
+def qkv_of_heads(stack, layer, x, head_round):
     """q, k and v of this rank's heads of a round, of all tokens, (B, heads, S, D)."""
-    counts = stack.counts(turn, keys=2)
+    counts = stack.counts(head_round, keys=2)
     flat = x.new_empty(sum(stack.sizes(counts)[0]))
     views = stack.pieces(flat, counts)
     for at in stack.tiles:
-        for view, piece in zip(views, stack.qkv_of_tokens(layer, x[:, at], at, turn), strict=True):
+        for view, piece in zip(
+            views, stack.qkv_of_tokens(layer, x[:, at], at, head_round), strict=True
+        ):
             view[at] = piece
-    (first, stop), (key, end) = turn[stack.rank]
+    (first, stop), (key, end) = head_round[stack.rank]
     heads = stack.to_heads(flat, counts)
     return heads.split([stop - first, end - key, end - key], dim=1)
 
@@ -97,11 +99,11 @@ def run_attention(stack, layer, x):
     In a round in which this rank has no heads there are no log-sum-exps.
     """
     flats, lses, needed = [], [], []
-    for turn in stack.rounds:
-        q, k, v = qkv_of_heads(stack, layer, x, turn)
+    for head_round in stack.rounds:
+        q, k, v = qkv_of_heads(stack, layer, x, head_round)
         o, *lse, rest = stack.attend(q, k, v) if q.shape[1] else (q, ())
         del q, k, v
-        flats.append(stack.to_tokens([o], stack.counts(turn)))
+        flats.append(stack.to_tokens([o], stack.counts(head_round)))
         lses += lse
         needed.append(rest)
     return flats, lses, needed
@@ -169,9 +171,9 @@ def layer_backward(stack, layer, x, flats, lses, needed, d, sums):
         return grads
 
     grads = finish_backward()
-    for i, turn in enumerate(stack.rounds):
-        counts = stack.counts(turn)
-        q, k, v = qkv_of_heads(stack, layer, x, turn)
+    for i, head_round in enumerate(stack.rounds):
+        counts = stack.counts(head_round)
+        q, k, v = qkv_of_heads(stack, layer, x, head_round)
         o, flats[i] = stack.to_heads(flats[i], counts), None
         do, grads[i] = stack.to_heads(grads[i], counts), None
         some = q.shape[1]  # heads of this rank
@@ -179,13 +181,13 @@ def layer_backward(stack, layer, x, flats, lses, needed, d, sums):
         dqkv = [*stack.attend_backward(do, q, k, v, *gave)] if some else [q, k, v]
         del q, k, v, o, do
         needed[i] = None
-        counts = stack.counts(turn, keys=2)
+        counts = stack.counts(head_round, keys=2)
         flat = stack.to_tokens(dqkv, counts)
         views = stack.pieces(flat, counts)
         for at in stack.tiles:
             h = x[:, at].detach().requires_grad_()
             with torch.enable_grad():
-                heads = stack.qkv_of_tokens(layer, h, at, turn)
+                heads = stack.qkv_of_tokens(layer, h, at, head_round)
             d[:, at] += gradients(heads, [h], [view[at] for view in views])[0]
 
 

@@ -44,7 +44,7 @@ class GatherTokens(torch.autograd.Function):
             per rank        forward             backward
     x       (B, S/P, H)     all-gather(x)       reduce-scatter(dy)
 
-    Every rank uses the whole for its own output units: its gradient is the sum over ranks.
+    Every rank uses the full x for its own output units: its gradient is the sum over ranks.
     """
 
     @staticmethod
@@ -103,10 +103,10 @@ def split_between_blocks(model, group):
     def take_inputs(llama, args, kwargs):
         ids, given = args[0] if args else kwargs.pop("input_ids", None), kwargs.get("inputs_embeds")
         if given is None:  # the words' sum and the tokens' scatter in one
-            mine = ScatterSums.apply(llama.embed_tokens.part(ids), group)
+            local = ScatterSums.apply(llama.embed_tokens.part(ids), group)
         else:
-            mine = TakeTokens.apply(given, group)
-        return (None, *args[1:]), kwargs | {"inputs_embeds": mine}
+            local = TakeTokens.apply(given, group)
+        return (None, *args[1:]), kwargs | {"inputs_embeds": local}
 
     # A gradient's hook goes with its weight, which is another when the meta device is left: so the
     # first forward adds it.

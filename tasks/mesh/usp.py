@@ -12,7 +12,10 @@ from utils.sequence import convert_attention, share_heads
 
 
 def usp_attention(module, query, key, value, attention_mask, **kwargs):
-    """Shapes as `ulysses_attention`'s, among the neighbours; attention_mask: `RingLlama.seen`."""
+    """Shapes as `ulysses_attention`'s, among the neighbours.
+
+    attention_mask: what `RingLlama.attention_mask_info` gives.
+    """
     S, ring = attention_mask.shape[-1], module.get_group()
     first, stop = shard_range(S, ring.size(), ring.rank())
     share = module.get_ulysses_group(), module.heads, stop - first
@@ -22,17 +25,17 @@ def usp_attention(module, query, key, value, attention_mask, **kwargs):
 
 
 class USPLlama(RingLlama):
-    """Takes and gives whole sequences; a ring's share is the tokens of a Ulysses group together."""
+    """Takes and gives full sequences; a ring's share is the tokens of a Ulysses group together."""
 
     def order(self, length):
         return ring_of(self.get_ring(), length, self.zigzag).order()
 
     def tokens(self, length):
         ring, ulysses_group = self.get_ring(), self.get_ulysses_group()
-        mine = self.order(length)[slice(*shard_range(length, ring.size(), ring.rank()))]
-        return mine[slice(*shard_range(len(mine), ulysses_group.size(), ulysses_group.rank()))]
+        local = self.order(length)[slice(*shard_range(length, ring.size(), ring.rank()))]
+        return local[slice(*shard_range(len(local), ulysses_group.size(), ulysses_group.rank()))]
 
-    def whole(self, x, length):
+    def gather_tokens(self, x, length):
         ring, ulysses_group = self.get_ring(), self.get_ulysses_group()
         first, stop = shard_range(length, ring.size(), ring.rank())
         x = gather_shares(gather_shares(x, 1, stop - first, ulysses_group), 1, length, ring)

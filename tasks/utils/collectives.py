@@ -1,4 +1,4 @@
-"""Collectives: f, g and shares made whole, each an autograd function with a table of its forward
+"""Collectives: f, g and gathered shares, each an autograd function with a table of its forward
 and backward; what these are built of; and subgroups.
 
 Shapes as in `utils/__init__.py`.
@@ -73,8 +73,8 @@ def all_reduce_(tensor, group):
     padded = F.pad(flat, (0, -len(flat) % P))
     parts = torch.empty_like(padded)
     dist.all_to_all_single(parts, padded, group=group)
-    mine = parts.view(P, -1).sum(0, dtype=torch.float32).to(tensor.dtype)
-    flat.copy_(all_gather(mine, group).view(-1)[: len(flat)])
+    local = parts.view(P, -1).sum(0, dtype=torch.float32).to(tensor.dtype)
+    flat.copy_(all_gather(local, group).view(-1)[: len(flat)])
 
 
 def all_gather(tensor, group):
@@ -90,7 +90,7 @@ class CopyToRegion(torch.autograd.Function):
             per rank        forward         backward
     x       (..., H)        x               all-reduce(dy)
 
-    Every rank uses the whole x for its own output units, so x's gradient is the sum over ranks.
+    Every rank uses the full x for its own output units, so x's gradient is the sum over ranks.
     """
 
     @staticmethod
@@ -110,7 +110,7 @@ class ReduceFromRegion(torch.autograd.Function):
             per rank        forward         backward
     x       (..., H)        all-reduce(x)   dy
 
-    Every rank's partial sum enters the output once, so each gets the output's whole gradient.
+    Every rank's partial sum enters the output once, so each gets the output's full gradient.
     """
 
     @staticmethod
@@ -127,12 +127,12 @@ reduce_from_region = ReduceFromRegion.apply  # g(x, group)
 
 
 class GatherShares(torch.autograd.Function):
-    """Shares of one dim, made whole on every rank.
+    """All-gather shares of one dim: the full dim on every rank.
 
                 per rank        forward         backward
     x           (..., V/P)      (..., V)        this rank's slice of dy
 
-    Every rank computes the same from the whole, so each has the whole's gradient already.
+    Every rank computes the same from the full tensor, so each has its full gradient already.
     """
 
     @staticmethod
@@ -151,5 +151,5 @@ class GatherShares(torch.autograd.Function):
 
 
 def gather_shares(x, dim, size, group):
-    """The whole dim of `size`, on all ranks, from the shares that `shard_range` deals out."""
+    """All-gather a dim of `size`, on all ranks, from the shares that `shard_range` deals out."""
     return GatherShares.apply(x, dim, size, group)

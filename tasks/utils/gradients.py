@@ -71,5 +71,5 @@ def local_part(tensor, like=None):
     """What this rank holds of a DTensor, laid out as `like` is; any other tensor as it is."""
     if not isinstance(tensor, DTensor):
         return tensor
-    # A gradient need not lie where its parameter does: that of an embedding is whole on all ranks.
+    # A gradient need not lie where its parameter does: that of an embedding is full on all ranks.
     return (tensor if like is None else tensor.redistribute(placements=like.placements)).to_local()

@@ -39,7 +39,7 @@ def rope_of(config):
 
 
 def check_ids(ids, vocab_size):
-    """IndexError for ids that no rank has, as from a whole embedding; else they would count as 0.
+    """IndexError for ids that no rank has, as from a full embedding; else they would count as 0.
 
     On a GPU the device asserts it, as ever, and nobody waits for it.
     """

@@ -1,4 +1,4 @@
-"""A Llama on a split sequence: takes and gives whole sequences, works on a rank's own tokens.
+"""A Llama on a split sequence: takes and gives full sequences, works on a rank's own tokens.
 
 Task 4 and the ring share it; they differ in how tokens attend to those of other ranks. Shapes as in
 `utils/__init__.py`.
@@ -75,7 +75,7 @@ def documents_of(position_ids):
 
 
 def sequence_mask(length, attention_mask=None, device=None):
-    """Of the whole sequence: which tokens a token may look at. It goes beside a rank's own tokens.
+    """Tell which tokens of the full sequence a token may look at. It goes beside local tokens.
 
     attention_mask: (B, S), 0 where a token is padding. Returns (B, 1, S, S), True where a token may
     look; or, where nothing is padded, (1, 1, 1, S): one row for all, and the attention is causal.
@@ -104,7 +104,7 @@ def sum_of_losses(logits, targets):
 
 
 class SequenceParallelLlama(LlamaForCausalLM):
-    """Takes whole sequences, works on this rank's tokens, and gives what the whole model gives."""
+    """Takes full sequences, works on this rank's tokens, and gives what the full model gives."""
 
     def forward(
         self, input_ids=None, attention_mask=None, position_ids=None, cache=None,
@@ -117,7 +117,7 @@ class SequenceParallelLlama(LlamaForCausalLM):
         transformers 5 with use_cache=False: tokens attend inside their own. Labels at their borders
         are the caller's.
 
-        Logits come out whole, gathered from the ranks, unless `labels` are given: then
+        Logits come out full, gathered from the ranks, unless `labels` are given: then
         `output.logits` is this rank's (B, S/P, V), and the loss, a sum over all ranks' tokens
         divided by the number of all valid labels, is the same on every rank. Backward, each rank
         keeps the gradient of its own tokens' part of either, so nothing is counted P times.
@@ -143,35 +143,37 @@ class SequenceParallelLlama(LlamaForCausalLM):
         length = self.padded(S)
         tokens = self.tokens(length)
 
-        def mine(x, value=0):
+        def local(x, value=0):
             if x is None:
                 return None
             return F.pad(x, (0, 0) * (x.dim() - 2) + (0, length - S), value=value)[:, tokens]
 
         if attention_mask is not None:
             attention_mask = F.pad(attention_mask, (0, length - S), value=1)
-        seen = self.seen(length, attention_mask, ids.device)
+        mask_info = self.attention_mask_info(length, attention_mask, ids.device)
         if position_ids is None:
             position_ids = torch.arange(S, device=ids.device)[None]
         elif attention_mask is None and (position_ids.diff() != 1).any():
             padded = F.pad(position_ids, (0, length - S)).expand(len(ids), -1)
-            seen = documents_of(padded)[:, None, None]
+            mask_info = documents_of(padded)[:, None, None]
         output = super().forward(
-            mine(input_ids), seen, mine(position_ids),
-            inputs_embeds=mine(inputs_embeds), use_cache=False, return_dict=True, **kwargs,
+            local(input_ids), mask_info, local(position_ids),
+            inputs_embeds=local(inputs_embeds), use_cache=False, return_dict=True, **kwargs,
         )  # fmt: skip
         if labels is None:
-            output.logits = self.whole(output.logits, length)[:, :S]
+            output.logits = self.gather_tokens(output.logits, length)[:, :S]
         else:
             # The labels were shifted before they are split: the next may be another rank's.
-            loss = self.sum_of_losses(output.logits, mine(targets, -100))
+            loss = self.sum_of_losses(output.logits, local(targets, -100))
             if num_items_in_batch is None:
                 num_items_in_batch = (targets != -100).sum()
             loss = reduce_from_region(loss, self.get_group()) / num_items_in_batch
-            output = type(output)(loss=loss, **output)  # the loss first, as in the whole model's
+            output = type(output)(loss=loss, **output)  # the loss first, as in the full model's
         return output.to_tuple() if return_dict is False else output
 
-    seen = staticmethod(sequence_mask)  # what attention is told; (length, padding mask, device)
+    attention_mask_info = staticmethod(
+        sequence_mask
+    )  # what attention is told; (length, padding mask, device)
     sum_of_losses = staticmethod(sum_of_losses)  # a model's own, where its vocabulary is split
 
     def padded(self, S):
@@ -182,12 +184,12 @@ class SequenceParallelLlama(LlamaForCausalLM):
         """Which of a sequence's tokens this rank has."""
         return slice(*shard_range(length, self.get_group().size(), self.get_group().rank()))
 
-    def whole(self, x, length):
+    def gather_tokens(self, x, length):
         """(B, length, ...), on all ranks, from each one's tokens."""
         return gather_shares(x, 1, length, self.get_group())
 
     def save_pretrained(self, *args, **kwargs):
-        """The whole model, as it was before: each rank has all weights."""
-        whole = copy.copy(self)
-        whole.__class__, (whole.config, whole.generation_config) = LlamaForCausalLM, self.before
-        return whole.save_pretrained(*args, **kwargs)
+        """Save the full model, as it was before: each rank has all weights."""
+        full = copy.copy(self)
+        full.__class__, (full.config, full.generation_config) = LlamaForCausalLM, self.before
+        return full.save_pretrained(*args, **kwargs)

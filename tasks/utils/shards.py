@@ -1,5 +1,5 @@
-"""Slices of weights: how a layer gets one, which region of the whole it is, and what is not for
-a model of slices.
+"""Slices of weights: how a layer gets one, which region of the full tensor it is, and what a model
+of slices refuses.
 
 Shapes as in `utils/__init__.py`.
 """
@@ -20,8 +20,8 @@ def keep_shard(layer, dim, start, stop):
     """Replace `layer`'s weight by its slice [start, stop) along `dim`, in place.
 
     layer: nn.Linear or nn.Embedding. With dim 0 (output units, vocabulary rows) a bias is sliced
-    too; with dim 1 (input units) it is left whole. Each parameter remembers as `parameter.shard`
-    what it is of the whole; `shard_of` reads it.
+    too; with dim 1 (input units) it is left full. Each parameter remembers as `parameter.shard`
+    what it is of the full tensor; `shard_of` reads it.
     """
     for name, full in list(layer.named_parameters(recurse=False)):
         if dim < full.dim():
@@ -30,31 +30,32 @@ def keep_shard(layer, dim, start, stop):
             first = region[dim].start  # not 0 where `full` is a slice itself
             region[dim] = slice(first + start, first + stop)
             shard = nn.Parameter(piece, requires_grad=full.requires_grad)
-            whole = getattr(full, "ds_shape", full.shape)
-            setattr(layer, name, mark_shard(shard, tuple(region), whole))
+            full_shape = getattr(full, "ds_shape", full.shape)
+            setattr(layer, name, mark_shard(shard, tuple(region), full_shape))
     if isinstance(layer, nn.Linear):
         layer.out_features, layer.in_features = layer.weight.shape
     else:
         layer.num_embeddings = len(layer.weight)
 
 
-def mark_shard(parameter, region, whole):
+def mark_shard(parameter, region, full_shape):
     """Let a parameter, and its deep copies, remember what `shard_of` tells: its region. Returns it.
 
-    whole: the whole tensor's shape. As `ds_shape`, DeepSpeed's name, it is what PEFT knows the
+    full_shape: of the full tensor. As `ds_shape`, DeepSpeed's name, it is what PEFT knows the
     embedding by, whose prompts need it. PyTorch's own deep copy of a parameter forgets attributes.
     """
     itself = weakref.ref(parameter)  # it would not be freed at once if it held itself
 
     def copied(memo):
-        return mark_shard(nn.Parameter.__deepcopy__(itself(), memo), region, whole)
+        return mark_shard(nn.Parameter.__deepcopy__(itself(), memo), region, full_shape)
 
-    parameter.shard, parameter.ds_shape, parameter.__deepcopy__ = region, whole, copied
+    parameter.shard, parameter.ds_shape = region, full_shape
+    parameter.__deepcopy__ = copied
     return parameter
 
 
 def shard_of(parameter):
-    """Which region of the whole tensor this rank holds: a slice for each dim.
+    """Which region of the full tensor this rank holds: a slice for each dim.
 
     Of a DTensor, on a mesh of any number of axes; of what `keep_shard` made; all of any other.
     """
@@ -76,7 +77,7 @@ def shard_of(parameter):
 
 
 class SharedLinear(nn.Linear):
-    """A linear layer that several ranks hold whole, each using its output for other heads.
+    """A linear layer that several ranks hold in full, each using its output for other heads.
 
     It is f applied to the weights: their gradient is the sum over these ranks, of which
     `get_kv_replica_group()` is the group.
@@ -88,28 +89,28 @@ class SharedLinear(nn.Linear):
         return F.linear(x, copy_to_region(self.weight, group), bias)
 
 
-def with_whole_logits(whole):
-    """A forward hook for a LlamaForCausalLM: `whole(logits)`, where no loss was asked for."""
+def with_full_logits(gather):
+    """A forward hook for a LlamaForCausalLM: `gather(logits)`, where no loss was asked for."""
 
     def hook(model, args, kwargs, output):
         given = inspect.signature(model.forward).bind(*args, **kwargs).arguments
         if given.get("labels") is not None:
             return output
         if isinstance(output, tuple):  # return_dict=False: logits come first
-            return whole(output[0]), *output[1:]
-        output.logits = whole(output.logits)
+            return gather(output[0]), *output[1:]
+        output.logits = gather(output.logits)
         return output
 
     return hook
 
 
-def refuse_as_whole(model):
-    """A model of slices says no where it would be taken for a whole one: to save it, or split it.
+def refuse_if_split(model):
+    """Refuse a model that is split; and let this one, to be split, refuse to be saved or resized.
 
     To PEFT's adapters, too: those that it has, and at its first forward those that it gets later.
-    Raises ValueError as `check_whole` and `check_slices` do.
+    Raises ValueError as `check_unsplit` and `check_slices` do.
     """
-    check_whole(model)
+    check_unsplit(model)
     check_slices(model)
     guard(model, check_slices)
 
@@ -123,7 +124,7 @@ def refuse_as_whole(model):
     model.resize_token_embeddings = resize_token_embeddings
 
 
-def check_whole(model):
+def check_unsplit(model):
     """Reject split models and subclasses, whose own forward would be lost, by a ValueError."""
     if "save_pretrained" in vars(model):
         raise ValueError("this model is tensor-parallel already")
@@ -142,7 +143,7 @@ def local_rows(ids, weight, first, vocab_size, padding):
     """The rows of ids (B, S) that `weight` has, (B, S, H); zeros where the row is another rank's.
 
     weight: rows from `first` on of an embedding of `vocab_size`. padding: the id, or None, whose
-    row gets no gradient, in the whole model too. Raises IndexError for ids beyond the vocabulary.
+    row gets no gradient, in the full model too. Raises IndexError for ids beyond the vocabulary.
     """
     check_ids(ids, vocab_size)
     stop = first + len(weight)
