@@ -7,10 +7,10 @@ ranks that hold it. Bytes on each rank, e to an element, S tokens so far:
 
     2 L B S max(K/P, 1) D e
 
-A decoded token is one row: sums over ranks of (B, 1, H) are a few KiB, and what they cost is not
-bytes but their number and the steps of each. With the hand-made model the loop below needs 2 L + 1
-collectives a token: two in every layer, each in one step (on a CPU: `SMALL` in shared_group.py,
-`all_reduce` in collectives.py), and one for the next token. There every rank sends its best logit,
+A decoded token is one row: an all-reduce of (B, 1, H) is a few KiB and bound by latency, so the
+number of calls counts, and the steps of each, not the bytes. With the hand-made model the loop
+below needs 2 L + 1 collectives a token: two in every layer, each in one step (on a CPU: `SMALL` in
+shared_memory/group.py), and one for the next token. There every rank sends its best logit,
 that token's id, and that token's embedding, (B, 2 + H). So logits are never gathered, and the next
 forward starts without a collective.
 

@@ -69,7 +69,7 @@ class GPT2Stage(Stage, GPT2LMHeadModel):
     """Of a GPT-2."""
 
     def forward(self, x, attention_mask=None):
-        """As any stage's. GPT-2 gives a view of its hidden states; a zero bubble takes none."""
+        """As any stage's. GPT-2 returns a view, which the zero-bubble schedule refuses."""
         y = super().forward(x, attention_mask)
         return y if self.is_last else y.clone()
 
@@ -155,8 +155,8 @@ def run_by_hand(stage, order, batch, loss, down, up):
     """Forward and backward of this rank's stage, in this order.
 
     batch: each microbatch's (ids, mask, labels), on all ranks. loss(logits, labels). down, up:
-    process groups of all ranks, for hidden states and for their gradients; two, for NCCL does in
-    the order of the calls what two ranks send each other by one group, and both may want to send
+    process groups of all ranks, for hidden states and for their gradients; two, since NCCL runs one
+    group's sends and receives between two ranks in call order, and would wait for ever if both sent
     first. Returns the microbatches' losses and the logits, in the last stage, else [] and None.
     """
     rank = down.rank()

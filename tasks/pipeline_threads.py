@@ -262,8 +262,9 @@ class PartNode(torch.autograd.Function):
     forward     x_ij = y_i(j-1), on device j        y_ij = partition j of x_ij
     backward    dy_ij = dx_i(j+1)                   the part's own graph, to x_ij and its weights
 
-    turn: a number without a meaning. Partition j's node of microbatch i takes it from that of
-    microbatch i - 1, so in the backward i - 1 has to wait for i. Gradients are added in this order.
+    turn: a dummy, for its edge in the graph only. Partition j's node of microbatch i takes it from
+    that of microbatch i - 1, so in the backward i - 1 has to wait for i. Gradients are added in
+    this order.
 
     This cannot deadlock, since no thread of autograd waits. Autograd has one thread for each GPU,
     and runs this node in the thread of y's GPU. The part's graph is on that GPU, too, so its

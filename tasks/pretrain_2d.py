@@ -86,7 +86,7 @@ class TakeHeads(ColwiseParallel):
 
 
 class PutHeads(RowwiseParallel):
-    """o_proj behind heads that do not divide: a sum goes in, to which each rank gives its heads."""
+    """o_proj for uneven heads: its input is a Partial sum, zero outside of this rank's heads."""
 
     def __init__(self, *pad):  # columns of other ranks' heads, before and behind
         super().__init__(input_layouts=Partial(), output_layouts=TOKENS)

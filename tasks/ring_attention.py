@@ -145,8 +145,8 @@ class Ring:
     The sequence is cut into chunks, numbered in its order. Chunk r is rank r's; with `zigzag` there
     are 2P of them, and chunk 2P-1-r is rank r's, too. Queries see all keys of earlier chunks, and
     in their own those that are not later. A hop is from rank r to r+1, or, with `zigzag`, to r-1:
-    so all ranks on the way to the last that needs a chunk need it themselves. (Of one document. Of
-    several, a chunk goes no further than to the last that has queries of its documents.)
+    so every rank on a chunk's way to the last one that needs it needs it too. (For one document.
+    With several, it stops at the last rank that has queries of its documents.)
 
     What there is to do and to send depends on the layout:
 
@@ -393,8 +393,8 @@ def ring_parallelize(model, mesh, zigzag=True):
 
     It is used as one of `sequence_parallelize`; there may be more ranks than heads. A rank's own
     tokens are `model.tokens(S)`, and the mask for them alone is `model.attention_mask_info(S)`.
-    Raises UserError for RoPE that depends on the length, ValueError as `check_unsplit` does and for
-    dropout.
+    Raises UserError for RoPE that depends on the length, ValueError as `check_ordinary` does and
+    for dropout.
     """
     convert_attention(model, RingLlama, group_of_axis(mesh), "ring", ring_attention)
     for module in [model, *(layer.self_attn for layer in model.model.layers)]:

@@ -154,13 +154,13 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 
                 per rank        forward                         backward
     logits      (T, V/P)        largest logit, sum of the       softmax - onehot, local
-                                exponentials of what is below
+                                exponentials of logits minus
                                 it, target's logit or 0
     loss        (T,)            all-gather of these 3 T numbers
 
     loss = log sum exp(logits - largest) - (target's logit - largest), with the largest of all V;
     each rank's sum, which is of its own largest, is scaled to that. Nothing of size V is sent or
-    whole. (Megatron-LM has three all-reduces.) Half precision is computed in float32.
+    gathered. (Megatron-LM has three all-reduces.) Half precision is computed in float32.
     """
 
     @staticmethod

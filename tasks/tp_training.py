@@ -146,7 +146,7 @@ def show_training(run, mesh, batch, lr, iterations, splits=SPLITS):
         return trained(model, loss), torch.stack(kept).detach()
 
     expected, tokens = run.expect(expect, references)
-    # What weights that are off by one rounding share: every later loss is off by it, too.
+    # Rounded weights shift all later losses alike: their errors are not independent.
     own = harness.LIMITS["rms"] * harness.error_of_mean(*tokens)
     harness.refuse_if_endless(expected[0], lr)
     for wide in references[1:]:

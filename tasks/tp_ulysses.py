@@ -90,7 +90,7 @@ def parallelize_tp_sp(model, mesh, sequence="ulysses", megatron_sp=False, ulysse
 
 
 def ulysses_degree(ranks, keys, machine):
-    """How many of a sequence's ranks exchange heads: a KV head each, and on one machine.
+    """The size of a Ulysses group: at least one KV head for each rank, and all on one machine.
 
     (More would send KV heads twice, or all heads from machine to machine.) machine: ranks on one.
     """

@@ -148,8 +148,8 @@ def shard_loss(model, ids, mesh, techniques=None):
 
     def embed(local_ids):
         tokens = embed_tokens(local_ids.clamp(min=0))
-        # Also where this rank has no virtual token, what it has comes to depend on the prompt, by
-        # an empty piece: else autograd would see nothing to train here, and skip the collectives.
+        # With no virtual token here, an empty index_put still links the output to the prompt: else
+        # autograd would see nothing to train on this rank, and skip the collectives.
         return tokens.index_put(virtual, prompt[virtual[0], local_places[virtual]].to(tokens))
 
     labels = ids.masked_fill(places == 0, -100)

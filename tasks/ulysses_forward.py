@@ -141,9 +141,9 @@ def sequence_parallelize(model, mesh):
     tokens: call `sum_gradients` after the backward. Any sequence length and batch size; query
     heads, KV heads and tokens are shared out unevenly where they do not divide.
 
-    Those who have a rank's tokens only use `model.model(inputs_embeds=..., position_ids=...,
-    attention_mask=sequence_mask(S))` for this rank's hidden states, (B, S/P, H); tokens are dealt
-    out by `shard_range(S, P, rank)`.
+    With this rank's tokens only, call `model.model(inputs_embeds=..., position_ids=...,
+    attention_mask=sequence_mask(S))` for their hidden states, (B, S/P, H); which they are says
+    `shard_range(S, P, rank)`.
 
     The model may be tensor-parallel, along another axis: then its ranks' heads are shared out.
     Works on a model without memory (device meta) too. Raises UserError for more ranks than query

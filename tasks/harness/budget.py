@@ -52,9 +52,9 @@ def error_of_loss(run, batch):
 def numbers_at_peak(run, by_layer):
     """What a rank of P holds at most in a step with FSDP2, of few tokens: so many numbers.
 
-    Its shares of weights and of Adam's states are 3 W / P. In the backward each unit has its
-    gradients whole, and once more in the order in which they are summed; what is done is a share.
-    The root, with what no layer has, is whole from the forward on. Of a head, of its gradient, and
+    Its shares of weights and of Adam's states are 3 W / P. In the backward a unit holds its
+    full gradients, and a copy as the reduce-scatter's input; finished units keep only a shard. The
+    root, with what no layer has, is full from the forward on. Of a head, of its gradient, and
     of L layers the peak is the larger of
 
         4 layers + root + head + (L - 2) layers / P     a layer, when the next one is gathered

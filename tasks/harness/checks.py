@@ -185,9 +185,9 @@ class Comparison:
     def check_weights(self, title, module, references, only=lambda name: True, whole=("norm",)):
         """Shards are slices of the whole weights, and all else is equal on all ranks: exactly.
 
-        All of a weight is on some rank. Nothing but what has one of the words `whole` in its name
-        may be whole on a rank: neither parameters that nobody split, nor a split that leaves one
-        rank everything. With "" all may, and that is no check.
+        All of a weight is on some rank. Only parameters with one of the words `whole` in their name
+        may be whole on a rank: any other left unsplit, or split with everything on one rank, fails.
+        With "" all may, and that is no check.
         """
         kinds = self.slices(module, references, only, lambda parameter: parameter.detach())
         pairs = (pair for kind in kinds.values() for pair in kind)

@@ -129,9 +129,9 @@ def ratio(ours, theirs):
 def limited_memory(device, budget):
     """Within it, this process gets no more than `budget` bytes beyond what it has; None: no limit.
 
-    What does not fit fails as it does when a device is full. On CUDA the limit is the allocator's,
-    on the segments that it holds, with what is lost between tensors; what is free in those of the
-    tensors there are counts as budget. On Linux it is that of a process's private memory: every
+    What does not fit fails as it does when a device is full. On CUDA it limits the caching
+    allocator's reserved segments, fragmentation included; free blocks in the segments of existing
+    tensors count as budget. On Linux it is that of a process's private memory: every
     large tensor is a mapping of its own then, which goes back at once when freed. (Set
     THP_MEM_ALLOC_ENABLE=0, else each is rounded up to 2 MiB.) Elsewhere UserError.
     """

@@ -86,8 +86,8 @@ def plain_loss(model, labels, **inputs):
 def error_of_mean(losses, exact=None):
     """What the mean of a reference's token losses is off by at least, as `Run.check` takes it.
 
-    A mean is off by less than what it is of, in rms, which does not hang on chance as a single
-    number does. So the rms may be a few times larger, and the mean's error as large as the rms.
+    A mean's error is below the rms error of its terms, which depends less on chance than one
+    number's. So the rms may be a few times larger, and the mean's error as large as the rms.
     """
     if exact is None:
         return 0.0

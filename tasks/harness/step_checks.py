@@ -62,8 +62,8 @@ class Reference:
         """A step's logits, loss, gradients, and what three of them change, are the single rank's.
 
         step(): forward and backward; returns this rank's part of the loss, and the logits of the
-        batch or None. embedding: the module whose outputs' gradient is the batch's, one microbatch
-        after the other; or None. rows: of the batch, which this rank has. times: what the loss that
+        batch or None. embedding: the module whose output gradients, one microbatch after the other,
+        are the batch's; or None. rows: of the batch, which this rank has. times: what the loss that
         it goes back from is multiplied by. optimizer: see `three_steps`. The parameters are as
         before, afterwards.
         """

@@ -46,7 +46,7 @@ The rows of one head may have fewer roundings between them than that. The gradie
 sum over the keys, each times one number, which is off by chance. Where all keys are alike, as in a
 text that repeats one word, the error of a head is one rounding, along the head's values. So where a
 scale explains a quarter of the neighbours' squared error, more of them are measured together.
-(What is usual is still told by the fewer, or this would make it less, and others' limits tighter.)
+(The usual error still comes from the smaller groups: larger would tighten other tensors' limits.)
 
 A run's scale is not judged where there are few roundings, as they do not average out: the gradient
 of the queries of two tokens is made of one number a head. (The reference's is: as an error that is
@@ -74,8 +74,8 @@ LIMITS |= {"scale": 16.0, "row scale": 32.0, "column scale": 32.0}
 WHOLE = "rms", "max", "scale"  # one number a tensor
 APART, OF_ROUNDING = ("rms", "max"), " of rounding"  # of what should be zero, all that is measured
 FEW = 8  # values; a mean square over fewer says nothing that the largest value does not
-FEW_ROUNDINGS = 12  # independent ones: with fewer, rows or columns are measured together, so that
-MANY = 64  # such are among them, of which some may be much larger than the others
+FEW_ROUNDINGS = 12  # independent ones: below this, rows or columns are measured together
+MANY = 64  # independent roundings that such a group should have: their sizes may differ much
 SHARED = 1 / 4  # of neighbours' squared error: what one number for all of them may explain
 SOME = 32  # rows or columns that tell how many independent roundings one has
 # Values taken at a time: on a CPU so few that they stay in its cache, for touching new memory takes

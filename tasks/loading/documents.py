@@ -251,8 +251,10 @@ def fill(documents, count, length, virtual):
 
 
 def least(virtual):
-    """Tokens of a document that is trained on. In front of the second of two nobody has a choice of
-    keys, so that some gradients of a batch of these would be 0.
+    """Tokens of a document that is trained on.
+
+    With two tokens the only query that has a label sees one key: a batch of these has some zero
+    gradients.
     """
     return 2 if virtual else 3
 

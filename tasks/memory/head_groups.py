@@ -12,9 +12,9 @@ from utils.partition import shard_heads
 def plan_rounds(config, ranks, head_groups):
     """Which heads each rank attends to, round by round: [[(queries, keys) of each rank], ...].
 
-    queries, keys: (start, stop). With `head_groups`, the query heads of a round, on all ranks
-    together, are no more than share one KV head, or one on each rank, so that the memory for a
-    token does not depend on the number of heads. (8 query and 2 KV heads on 2 ranks: heads 0 and 1
+    queries, keys: (start, stop). With `head_groups`, a round has over all ranks at most N/K
+    query heads (one KV head's group), or one per rank if that is more, so the memory for a token
+    does not depend on the number of heads. (8 query and 2 KV heads on 2 ranks: heads 0 and 1
     beside 4 and 5, then 2 and 3 beside 6 and 7.) Else there is one round. In the last rounds a rank
     may have no heads: it sends its tokens', and receives nothing.
     """

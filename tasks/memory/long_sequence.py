@@ -330,9 +330,9 @@ class Stack:
                 else:
                     o = by_documents(self.causal, q, k, v, self.documents).transpose(1, 2)
             else:
-                # A checkpoint recomputes when the first tensor is asked for that autograd saved. A
-                # rank without heads must save one here, too: else it would call the all-to-alls of
-                # the recomputation later than the others do.
+                # A checkpoint recomputes when its first saved tensor is unpacked. A rank without
+                # heads must save one here, too: else it would call the all-to-alls of the
+                # recomputation later than the others do.
                 o = q * q.new_ones(())
             return self.to_tokens([o], self.counts(head_round))
 

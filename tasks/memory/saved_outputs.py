@@ -25,8 +25,8 @@ class SavedOutputs(torch.autograd.Function):
     saved       outputs, log-sum-exps                   gradients of them; then of q, k, v
     loss        and d, its gradient of hidden states    d becomes the gradient before each layer
 
-    The loss is in it for the sake of d, which is written over: one that autograd hands in may have
-    other users, and beside its copy would be a hidden state more, for as long as the backward runs.
+    The loss is inside so that d can be overwritten in place: a gradient from autograd may have
+    other users, and a copy of it would hold one more hidden state for the whole backward.
     """
 
     @staticmethod
@@ -120,8 +120,8 @@ def finish_all(stack, layer, x, flats, into=None):
 def rebuild(stack, number, kept, saved):
     """The hidden states before a layer, from the nearest below that are `kept`.
 
-    kept: {layer: hidden states}; else from the embeddings. Each layer that is done has freed its
-    outputs: in their room, hidden states on the way are kept for the layers still to come. Of 8
+    kept: {layer: hidden states}; else from the embeddings. A layer whose backward is done has
+    freed its outputs: that memory holds intermediate hidden states for layers still to come. Of 8
     layers, 7 is kept from the forward; 6 is built from 0, and keeps 3; 5 from 3, and keeps 4; 4 and
     3 are there; 2 from 0, and keeps 1: 10 layers are run again, not 7 + 6 + ... + 1 = 28.
     """
@@ -198,7 +198,7 @@ class Saved:
     """Each layer's tensors, or with `offload` their copies in pinned host memory.
 
     Copies run on a stream of their own, beside the kernels; one layer is fetched ahead. All device
-    memory is the kernels' stream's, which waits for a copy before it uses the memory again. So what
+    memory is allocated on the compute stream, which waits for copies before it is reused. So what
     is on the device is the same few layers, however far ahead the CPU is.
     """
 

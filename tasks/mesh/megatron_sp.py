@@ -108,7 +108,7 @@ def split_between_blocks(model, group):
             local = TakeTokens.apply(given, group)
         return (None, *args[1:]), kwargs | {"inputs_embeds": local}
 
-    # A gradient's hook goes with its weight, which is another when the meta device is left: so the
+    # A gradient's hook belongs to its tensor, and leaving the meta device makes a new one: so the
     # first forward adds it.
     def add_up(norm, args):
         if norm.weight.requires_grad and not hasattr(norm.weight, "added_up"):

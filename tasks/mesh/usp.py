@@ -45,9 +45,9 @@ class USPLlama(RingLlama):
 def usp_parallelize(model, mesh, ulysses, zigzag=True):
     """Make a LlamaForCausalLM sequence-parallel by both, as `sequence_parallelize` does by one.
 
-    ulysses: how many neighbours exchange heads; each is in a ring with every so many'th rank. Of 4
-    ranks and 2 neighbours 0 and 1, 2 and 3 exchange heads; 0 and 2, 1 and 3 are rings, of which the
-    ranks 0 and 1 hold the first one's tokens together.
+    ulysses: how many neighbours exchange heads; each is in a ring with every so many'th rank. With
+    4 ranks and ulysses=2, the pairs (0, 1) and (2, 3) exchange heads, (0, 2) and (1, 3) are rings,
+    and ranks 0 and 1 share the tokens of the rings' first position.
     """
     group = group_of_axis(mesh)
     rank, ranks = group.rank(), group.size()

@@ -1,6 +1,6 @@
 """A process group for ranks of one machine: its collectives go through shared memory.
 
-Each is a few steps of `shared_memory.py`, of a long message a few for each piece. Sums add in the
+Each is a few steps of `slots.py`; a long message takes a few for each piece. Sums add in the
 order of the ranks, so that all get the same bits, each time; half precision in float32, rounded
 once. It is used like any other backend: `dist.init_process_group("shared_memory")`.
 """
@@ -75,8 +75,8 @@ def collective(function):
 class SharedMemoryGroup(dist.ProcessGroup):
     """What is not overridden here goes to gloo: see `by_gloo`.
 
-    A collective is over when its call returns, also with async_op. A message goes on while its rank
-    waits here, for whatever; not while it waits by gloo, or computes.
+    A collective is over when its call returns, also with async_op. A send or a receive goes on
+    only while its rank waits in shared memory, not while it waits in gloo, or computes.
     """
 
     def __init__(self, store, rank, size, timeout):

@@ -32,11 +32,11 @@ def group_of_axis(mesh):
 
 @cache  # each is a communicator, with memory of its own
 def subgroup(group, kind, start, stop, step=1):
-    """The process group of `group`'s ranks [start:stop:step], which each of these asks for at once.
+    """Return the process group of `group`'s ranks [start:stop:step].
 
-    All ranks of `group` must ask for one, their own: where NCCL splits its communicator for it,
-    that is a collective of all. kind: of the split, so that all make a group, or all have it:
-    PyTorch names one by how many its rank has. It has `group`'s timeout, not the backend's own.
+    A collective: all ranks of `group` call it, each for its own subgroup, as NCCL may split the
+    communicator. kind: names the split, so that all ranks create a group or all reuse one, for
+    PyTorch names a group by how many its rank has made. Its timeout is `group`'s.
     """
     members = dist.get_process_group_ranks(group)[start:stop:step]
     device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
@@ -62,8 +62,8 @@ def all_reduce_(tensor, group):
     """Sum over the ranks of `group`, in place. tensor: contiguous.
 
     A library's all-reduce adds half-precision parts one by one, and rounds each time. (Not so that
-    of `shared_group.py`.) Here each rank is sent all parts of its slice, adds them in float32, and
-    rounds once. A scatter and a gather are what an all-reduce is made of: it costs no byte more.
+    of `shared_memory/group.py`.) Here each rank is sent all parts of its slice, adds them in
+    float32, and rounds once. A scatter and a gather are what an all-reduce is made of: it costs no byte more.
     """
     P = group.size()
     if P <= 2 or tensor.dtype.itemsize > 2 or dist.get_backend(group) == SHARED_MEMORY:

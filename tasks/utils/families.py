@@ -78,7 +78,7 @@ def norm_of(model):
 class LayersInOrder(nn.ModuleList):
     """Some layers of a model, by their place here, under the names that they have in the model.
 
-    An nn.ModuleList would look for a layer of this name: so GPT-2 of transformers 4 asks for them.
+    nn.ModuleList looks up index i by the name i; GPT-2 of transformers 4 indexes its layers.
     """
 
     def __getitem__(self, place):

@@ -25,10 +25,10 @@ def check_mesh(tensors, group):
 
 @contextmanager
 def new_gradients(tensors):
-    """Within, these tensors have no gradients but new ones; behind it, those from before are added.
+    """Inside the context these tensors start without gradients; on exit the old ones are added.
 
-    So a sum over ranks, within, is of what is new. From before there are those of earlier
-    microbatches, summed already.
+    So a sum over ranks, inside, is of what is new. The old ones are those of earlier microbatches,
+    which are summed already.
     """
     earlier = [(tensor, tensor.grad) for tensor in tensors]
     for tensor, _ in earlier:
@@ -58,7 +58,7 @@ def sum_in_place(grads, group, bucket_bytes=2**25):
 
 
 def sum_together(bucket, group):
-    """In place, in one message. Of a copy, unless it is one tensor."""
+    """One all-reduce, in place; of a flat copy if there are several tensors."""
     alone = len(bucket) == 1 and bucket[0].is_contiguous()
     flat = bucket[0] if alone else torch.cat([g.flatten() for g in bucket])
     all_reduce_(flat, group)

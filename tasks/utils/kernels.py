@@ -34,7 +34,7 @@ def for_all(keys, heads):
 
 
 def sum_over_heads(keys, *gradients):
-    """Of KV heads that `for_all` has repeated, (B, heads, S, D), to those of each one of `keys`."""
+    """Sum gradients of heads that `for_all` repeated, (B, heads, S, D), into `keys` KV heads."""
     if gradients[0].shape[1] == keys:
         return gradients
     return [gradient.unflatten(1, (keys, -1)).sum(2) for gradient in gradients]
@@ -107,9 +107,9 @@ def attend(q, k, v, causal=True, bias=None):
 def attend_backward(grad, q, k, v, o, lse, rest=(), causal=True, bias=None):
     """The gradients of q, k, v; attention is not run again.
 
-    o, lse: of all keys that the queries see, of which k and v may be some: then these are their
-    parts of the gradients, exactly, for with the log-sum-exps of all, exp(scores - lse) are the
-    very probabilities. Each tensor may lie in memory in any way.
+    o, lse: over all keys that the queries see. k, v may be one block of them: the result is then
+    that block's exact gradients, since with the full lse, exp(scores - lse) is the true softmax.
+    Each tensor may lie in memory in any way.
     """
     kernel, keys, causal = kernel_of(q, bias), k.shape[1], causal and bias is None
     grad, q, k, v, o = contiguous_last_dim(grad, q, k, v, o)
@@ -131,9 +131,6 @@ def attend_backward(grad, q, k, v, o, lse, rest=(), causal=True, bias=None):
     wanted = [True, True, True, False]
     dq, dk, dv, _ = backward(grad, q, k, v, bias, o, lse, *rest, 0.0, wanted, causal)
     return dq, *sum_over_heads(keys, dk, dv)
-
-
-# ---------------------------------------------------------------- documents
 
 
 # ---------------------------------------------------------------- without a kernel

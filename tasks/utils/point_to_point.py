@@ -36,10 +36,10 @@ def receive(source, group, shapes, like):
 
 
 def exchange(sends, receives, group):
-    """Begin messages to and from ranks of `group`, all at once; the function that waits for them.
+    """Begin messages to and from ranks of `group`, all at once; return what waits for them.
 
-    sends, receives: [(contiguous tensor, rank)]; what lies between two ranks is in the same order
-    on both. All must be left alone until then. Through host memory by gloo.
+    sends, receives: [(contiguous tensor, rank)]; messages between two ranks are in the same order
+    on both. Do not touch the tensors before the wait. By gloo they go through host memory.
     """
     host = dist.get_backend(group) == "gloo"
     there = [torch.empty_like(x, device="cpu") if host and x.is_cuda else x for x, _ in receives]

@@ -43,7 +43,7 @@ def sum_gradients(tensors, mesh, bucket_bytes=2**25):
 
 
 def summed_over(grad):
-    """The ranks of each sum by `sum_gradients` that a gradient still is. Clipped, it still is one.
+    """The sets of ranks over which a gradient is still a sum by `sum_gradients`, also when clipped.
 
     The mark is (version, ranks): a version says that it holds for this one alone.
     """
@@ -59,7 +59,7 @@ def refuse_additions(tensor):
     owner, summed = weakref.ref(tensor), weakref.ref(tensor.grad)
     sum_is_there = False
 
-    def before(_):  # also where autograd.grad takes the new gradient, and adds it to nothing
+    def before(_):  # also runs under autograd.grad, which adds nothing to .grad
         nonlocal sum_is_there
         grad = owner().grad
         sum_is_there = grad is not None and grad is summed() and local_part(grad).any()

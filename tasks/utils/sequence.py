@@ -80,9 +80,9 @@ def sequence_mask(length, attention_mask=None, device=None):
     attention_mask: (B, S), 0 where a token is padding. Returns (B, 1, S, S), True where a token may
     look; or, where nothing is padded, (1, 1, 1, S): one row for all, and the attention is causal.
 
-    Its last dim also tells `ulysses_attention` the length S. Hugging Face hands a mask of four dims
-    as it is to every layer, also when it recomputes one in the backward; other arguments not in all
-    versions, and an attribute could by then be that of another forward.
+    Its last dim also tells `ulysses_attention` the length S. Hugging Face passes a 4-D mask
+    unchanged to every layer, also when a layer is recomputed in the backward. Not all versions pass
+    other arguments on, and an attribute could by then be another forward's.
     """
     if attention_mask is None or attention_mask.all():
         return torch.ones(1, 1, 1, length, dtype=torch.bool, device=device)

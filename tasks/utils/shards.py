@@ -107,7 +107,7 @@ def with_full_logits(gather):
 def refuse_if_split(model):
     """Refuse a model that is split; and let this one, to be split, refuse to be saved or resized.
 
-    To PEFT's adapters, too: those that it has, and at its first forward those that it gets later.
+    PEFT's adapters are refused, too: present ones now, later ones at the next forward.
     Raises ValueError as `check_unsplit` and `check_slices` do.
     """
     check_unsplit(model)
