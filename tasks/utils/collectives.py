@@ -63,7 +63,8 @@ def all_reduce_(tensor, group):
 
     A library's all-reduce adds half-precision parts one by one, and rounds each time. (Not so that
     of `shared_memory/group.py`.) Here each rank is sent all parts of its slice, adds them in
-    float32, and rounds once. A scatter and a gather are what an all-reduce is made of: it costs no byte more.
+    float32, and rounds once. A scatter and a gather are what an all-reduce is made of: it costs no
+    byte more.
     """
     P = group.size()
     if P <= 2 or tensor.dtype.itemsize > 2 or dist.get_backend(group) == SHARED_MEMORY:
