@@ -29,6 +29,7 @@ class Comparison:
     """The comparing half of `job.Run`. Every method is called by all ranks together."""
 
     longest_sum = 1  # of how many products a value of the model is a sum, at most
+    verbose = False  # whether all that a check measured is printed
 
     def references(self, module):
         """Rank 0's whole module in a list, and the same in a wider dtype. Elsewhere empty."""
