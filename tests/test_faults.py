@@ -390,7 +390,7 @@ def in_a_long_step(folder, wait="__import__('time').sleep(60)", place=CPU):
     return Working(TASK_5, folder=folder, place=place)
 
 
-@pytest.mark.parametrize("who", ["torchrun", "rank 0"])
+@pytest.mark.parametrize("who", [pytest.param("torchrun", marks=pytest.mark.stress), "rank 0"])
 def test_gone_while_a_rank_waits_in_c(who, tmp_path):
     """As for a GPU: no signal's handler of Python's is run there."""
     # A mutex that is locked twice; signals do not interrupt that.
@@ -416,7 +416,7 @@ def test_torchrun_is_killed_in_a_long_step(place, tmp_path):
         assert not job.end(8).survivors
 
 
-@pytest.mark.parametrize("place", PLACES, ids=str)
+@pytest.mark.parametrize("place", [pytest.param(CPU, marks=pytest.mark.stress), NCCL], ids=str)
 def test_interrupted_twice(place, tmp_path):
     """The first time Task 5 ends its step and saves, the second time it ends."""
     with in_a_long_step(tmp_path, place=place) as job:

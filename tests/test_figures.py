@@ -165,6 +165,7 @@ def test_drawing(name, tmp_path):
             data["long_speed"]["results"]["selective checkpoint, tiled loss and MLP"] = steps
 
 
+@pytest.mark.stress
 def test_thread_speed(tmp_path):
     """Both modes train, an epoch each in turns; the first warms up; a figure for each metric."""
     path = tmp_path / "speed.json"

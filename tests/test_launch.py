@@ -166,12 +166,7 @@ BOTH = "tp_llama", "ulysses_finetune", "ring_attention", "tp_ulysses", "pretrain
 
 @pytest.mark.parametrize(
     ("script", "nproc"),
-    [("ulysses_forward", 1)]
-    + [
-        pytest.param(s, 1 + (s in BOTH), marks=pytest.mark.stress)
-        for s in launch.SCRIPTS
-        if s != "ulysses_forward"
-    ],
+    [pytest.param(s, 1 + (s in BOTH), marks=pytest.mark.stress) for s in launch.SCRIPTS],
 )
 def test_two_machines(script, nproc, two_nodes, tmp_path):
     """Tensor and sequence parallelism over a cable: the same checks, on the same tolerances."""

@@ -1259,6 +1259,7 @@ SLOW = [
     "trained another way", "trained too little", "golden input is drawn first",
     "under DTensor .generate avoids repetition", "on split sequences .generate avoids repetition",
     "with a static cache the mask is dropped", "by .generate the mask is dropped",
+    "the cosine is left out", "a short sequence is read to its padded end",
 ]  # fmt: skip
 
 
