@@ -56,11 +56,15 @@ def row_of(script, code, seconds, record):
 def show_table(rows):
     """Print the rows below their columns' names."""
     widths = [max(map(len, column)) for column in zip(COLUMNS, *rows, strict=True)]
-    for row in (COLUMNS, *rows):
-        *cells, ended = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        style = "bold" if row is COLUMNS else "green" if row[-1] == "ok" else "red"
-        line = "  ".join(cells)
-        print(styled(line, style) if row is COLUMNS else f"{line}  {styled(ended.strip(), style)}")
+
+    def aligned(row):
+        return "  ".join(
+            cell.ljust(width) for cell, width in zip(row, widths, strict=True)
+        ).rstrip()
+
+    print(styled(aligned(COLUMNS), "bold"))
+    for *cells, ended in rows:
+        print(aligned([*cells, styled(ended, "green" if ended == "ok" else "red")]))
 
 
 def main():

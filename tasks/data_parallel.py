@@ -1,8 +1,8 @@
 """Neighbour course: data parallelism. Every rank takes other samples, and all take the same step.
 
-Each rank computes the gradients of its part of a batch. Their average over the ranks is
-the gradient of the batch's mean loss, if each rank's loss is scaled for it (`forward_backward`).
-What a rank has after a step and sends in one, of P ranks and W bytes of weights:
+Each rank computes the gradients of its part of a batch. Their average over the ranks is the
+gradient of the batch's mean loss, if each rank's loss is scaled for it (`forward_backward`). What a
+rank has after a step and sends in one, of P ranks and W bytes of weights:
 
                 weights     gradients   Adam's states   bytes sent
     by-hand     W           W           2 W             2 (P-1)/P W, after the backward

@@ -234,7 +234,7 @@ def split_loss(
 
 
 def full_logits(logits):
-    """DTensor logits, made whole on every rank, which all go on to compute the same."""
+    """All-gather DTensor logits: the full ones on every rank, which all compute the same then."""
     group = logits.device_mesh.get_group()
     if not logits.is_cuda or dist.get_backend(group) != "gloo":
         return logits.full_tensor(grad_placements=[Replicate()])

@@ -15,6 +15,7 @@ from torch.utils import backend_registration
 
 import launch
 import pipeline_threads
+from failing import FailsBack
 from loading.architectures import ALL_FAMILIES
 from loading.models import Source
 from pipeline_llama import gpipe, keep_stage, one_forward_one_backward
@@ -430,16 +431,6 @@ def test_on_gpus(gpus, dtype, tmp_path):
         env={"CUDA_VISIBLE_DEVICES": ",".join(visible)},
     )  # fmt: skip
     assert result.code == 0 and "Tests passed" in result.out, result.tail()
-
-
-class FailsBack(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, dy):
-        raise ArithmeticError("planted")
 
 
 class Fails(nn.Module):

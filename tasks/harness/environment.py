@@ -280,8 +280,9 @@ def agree(store, rank, world_size, args, device):
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     sharing = asdict(Sharing.of_this_rank())
     store.set(f"started/{rank}", json.dumps([mine, gpu, neighbourhood(), sharing]))
-    everyone, gpus, places, patience = [], {}, set(), max(START_S, args.timeout)
-    of_ranks = []
+    everyone, of_ranks = [], []
+    gpus, places = {}, set()
+    patience = max(START_S, args.timeout)
     for other in range(world_size):
         try:
             store.wait([f"started/{other}"], datetime.timedelta(seconds=patience))

@@ -142,7 +142,8 @@ class Run(Comparison):
         self.device, self.dtype, self.seed = device, DTYPES[args.dtype], args.seed
         self.watch = watch
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self.checks, self.compared, self.results, self.mark = [], {}, {}, "T"
+        self.checks, self.compared, self.results = [], {}, {}
+        self.mark = "T"
         torch.manual_seed(args.seed)
 
     def mesh(self, axis):

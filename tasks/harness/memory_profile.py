@@ -24,7 +24,8 @@ def record_memory(function, device):
     kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
     with profile(activities=kinds, profile_memory=True) as recorded:
         function()
-    blocks, total, curve, peak, at_peak = {}, 0, [], 0, {}
+    blocks, at_peak, curve = {}, {}, []
+    total = peak = 0
     for event in sorted(allocations(recorded, device), key=lambda event: event.start_time_ns):
         of = event.extra_fields
         if of.alloc_size > 0:

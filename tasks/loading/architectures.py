@@ -33,7 +33,8 @@ def mlp_units(config):
 
 def count_parameters(config):
     """How many parameters a model has, in closed form; a tied head counts once."""
-    V, H, L, F = config.vocab_size, config.hidden_size, config.num_hidden_layers, mlp_units(config)
+    V, H = config.vocab_size, config.hidden_size
+    L, F = config.num_hidden_layers, mlp_units(config)
     embeddings = V * H * (1 if config.tie_word_embeddings else 2)
     if config.model_type == GPT2.kind:  # everything but the head has a bias
         attention, mlp, norm = 4 * H * H + 4 * H, 2 * H * F + F + H, 2 * H

@@ -86,7 +86,8 @@ class Source:
 
     def __init__(self, name, num_layers=None, seed=0, kinds=ONLY_LLAMA):
         self.generation = None
-        self.name, self.seed, self.files, self.directory = name, seed, {}, None
+        self.name, self.seed = name, seed
+        self.files, self.directory = {}, None
         if name.startswith("random/"):
             preset = find_preset(name, kinds)
             layers = FAMILIES[preset["model_type"]].config_class(**preset).num_hidden_layers

@@ -35,7 +35,8 @@ class TextFile(Sequence):
     """
 
     def __init__(self, path, spans, size, digest, json_lines):
-        self.path, self.spans, self.digest, self.json_lines = path, spans, digest, json_lines
+        self.path, self.spans = path, spans
+        self.digest, self.json_lines = digest, json_lines
         self.state = self.state_of_file()
         if self.state[0] != size:
             raise UserError(f"--text {path}: {self.state[0]} bytes here, {size} on rank 0")

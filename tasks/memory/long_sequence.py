@@ -182,7 +182,8 @@ class Stack:
             self.positions = places[:, self.ring.order()[own]]
             self.attend = partial(ring_forward, self.ring)
             self.attend_backward = partial(ring_backward, self.ring)
-            ranks, self.rank, self.tokens, self.S = 1, 0, [self.local_tokens], self.local_tokens
+            ranks, self.rank = 1, 0
+            self.tokens, self.S = [self.local_tokens], self.local_tokens
         elif self.documents is not None:
             parts = parts_of(documents)
             self.attend = partial(attend_parts, parts)

@@ -61,7 +61,8 @@ class SavedOutputs(torch.autograd.Function):
     def backward(ctx, grad):
         if ctx.saved is None:
             raise RuntimeError("a second backward: what was kept has been freed on the way")
-        stack, saved, needed, kept, d = ctx.stack, ctx.saved, ctx.needed, ctx.kept, ctx.d
+        stack, d = ctx.stack, ctx.d
+        saved, needed, kept = ctx.saved, ctx.needed, ctx.kept
         others = [other if other is None else other * grad for other in ctx.others]
         ctx.saved = ctx.needed = ctx.kept = ctx.d = ctx.others = None
         wide = torch.promote_types(d.dtype, torch.float32)

@@ -171,9 +171,8 @@ class SequenceParallelLlama(LlamaForCausalLM):
             output = type(output)(loss=loss, **output)  # the loss first, as in the full model's
         return output.to_tuple() if return_dict is False else output
 
-    attention_mask_info = staticmethod(
-        sequence_mask
-    )  # what attention is told; (length, padding mask, device)
+    # What attention is told; of (length, padding mask, device).
+    attention_mask_info = staticmethod(sequence_mask)
     sum_of_losses = staticmethod(sum_of_losses)  # a model's own, where its vocabulary is split
 
     def padded(self, S):

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tasks"))
+from failing import FailsBack
 from pipeline_threads import Pipe, WithDevice, one_after_the_other
 
 _setup_privateuseone_for_python_backend("fake")
@@ -152,22 +153,12 @@ def several_pipes():
         torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
 
 
-class Fails(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, dy):
-        raise ArithmeticError("planted")
-
-
 class FailsOnce(nn.Module):
     fails = True
 
     def forward(self, x):
         fails, self.fails = self.fails, False
-        return Fails.apply(x) if fails else x * 1
+        return FailsBack.apply(x) if fails else x * 1
 
 
 def wait_for_device():
