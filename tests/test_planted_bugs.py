@@ -619,15 +619,15 @@ BUGS = {
         "        torch.randn(1)\n        x = torch.randn(1, hidden_size", "golden",
     ),
     "under DTensor .generate avoids repetition": (
-        "dtensor_llama", 2, "generation.py", "max_new_tokens=new_tokens, do_sample",
+        "dtensor_llama", 2, "generation.py", "max_new_tokens=new_tokens,",
         "repetition_penalty=9.0 if hasattr(model.lm_head.weight, 'placements') else 1.0, "
-        "max_new_tokens=new_tokens, do_sample", "generated tokens by .generate",
+        "max_new_tokens=new_tokens,", "generated tokens by .generate",
     ),
     "on split sequences .generate avoids repetition": (
         "ulysses_forward --new-tokens 40", 2, "generation.py",
-        "max_new_tokens=new_tokens, do_sample",
+        "max_new_tokens=new_tokens,",
         "repetition_penalty=9.0 if hasattr(model, 'get_group') else 1.0, "
-        "max_new_tokens=new_tokens, do_sample", "generated tokens by .generate",
+        "max_new_tokens=new_tokens,", "generated tokens by .generate",
     ),
     "with a static cache the mask is dropped": (
         "kv_cache --new-tokens 20", 2, "kv_cache.py",

@@ -84,16 +84,21 @@ class Checkpoints:
         except Timeout:
             raise UserError(f"--output-dir {folder}: another run is writing there") from None
         except OSError as error:
-            raise UserError(f"--output-dir {folder}: cannot be written ({error.strerror}); name "
-                            "another folder") from None  # fmt: skip
+            raise UserError(
+                f"--output-dir {folder}: cannot be written ({error.strerror}); name another folder"
+            ) from None
         found = list_checkpoints(folder)
         if found and not (resume or again):
-            raise UserError(f"--output-dir {folder} has checkpoints: add --resume to go on from "
-                            "them, or name another folder")  # fmt: skip
+            raise UserError(
+                f"--output-dir {folder} has checkpoints: add --resume to go on from "
+                "them, or name another folder"
+            )
         is_model = self.model and self.result.resolve() == self.model.resolve()
         if self.result.exists() and (is_model or not found):
-            raise UserError(f"--output-dir {folder}: the {self.result.name} there is not of a run "
-                            "that can be resumed: name another folder")  # fmt: skip
+            raise UserError(
+                f"--output-dir {folder}: the {self.result.name} there is not of a run "
+                "that can be resumed: name another folder"
+            )
         owner.write_text(job)
         clean(folder)
         return again
@@ -110,9 +115,11 @@ class Checkpoints:
             other = [name for name in same if before.get(name) != same[name]]
             if other:
                 said = ", ".join(
-                    f"{name} was {before.get(name)}, is {same[name]}" if name[0] == "-" else
-                    f"another {name}" for name in other
-                )  # fmt: skip
+                    f"{name} was {before.get(name)}, is {same[name]}"
+                    if name[0] == "-"
+                    else f"another {name}"
+                    for name in other
+                )
                 raise UserError(f"--resume: {self.folder} is of another run: {said}")
             return found
 
@@ -171,8 +178,10 @@ class Checkpoints:
         except OSError as error:
             free = shutil.disk_usage(self.folder).free if self.folder.exists() else 0
             needed = sum(tensor.nbytes for tensor in tensors.values())
-            run.print0(f"note: no checkpoint at step {len(losses)}: {error} (more than {needed} "
-                       f"bytes needed, {free} free)")  # fmt: skip
+            run.print0(
+                f"note: no checkpoint at step {len(losses)}: {error} (more than {needed} "
+                f"bytes needed, {free} free)"
+            )
 
     def interrupt(self, steps):
         """End the job, which has been asked to stop after so many steps."""
@@ -278,8 +287,9 @@ def newest(folder):
             return path, warnings
         warnings.append(f"{path}: {reason}")
     if found:
-        raise UserError(f"no good checkpoint: {'; '.join(warnings)}; name another --output-dir, or "
-                        "remove them")  # fmt: skip
+        raise UserError(
+            f"no good checkpoint: {'; '.join(warnings)}; name another --output-dir, or remove them"
+        )
     return None, warnings
 
 

@@ -75,8 +75,10 @@ class ShardedCheckpoints(Checkpoints):
                         continue
                     generator.set_rng_state(file.get_tensor(name).clone())
         else:
-            run.print0(f"note: it was on {record['world_size']} ranks: what is drawn by chance (no "
-                       "batch is) starts anew")  # fmt: skip
+            run.print0(
+                f"note: it was on {record['world_size']} ranks: what is drawn by chance (no "
+                "batch is) starts anew"
+            )
         run.print0(f"resumed after {step} steps")
         return record["losses"]
 

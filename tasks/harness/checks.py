@@ -76,8 +76,14 @@ class Comparison:
             value, mean = difference(actual, reference)
             largest = reference.abs().max().item()
             assert tolerance is not None or reference.dtype == torch.float64, name
-            found.append({"max_abs_diff": value, "mean_abs_diff": mean,
-                          "max_abs_reference": largest, "tolerance": tolerance})  # fmt: skip
+            found.append(
+                {
+                    "max_abs_diff": value,
+                    "mean_abs_diff": mean,
+                    "max_abs_reference": largest,
+                    "tolerance": tolerance,
+                }
+            )
 
     def check(self, name, pairs=(), tolerance=None, own=0.0):
         """`compare` on every rank, tell all ranks, print one line; a failure ends the job, exit 1.
@@ -141,9 +147,10 @@ class Comparison:
         name = max(shares, key=shares.get, default=None)
         if name is None:
             return ""
-        hint = f": {str(self.dtype)[6:]} shows little here, --dtype float64 more"
-        return (f"; the reference itself is off by up to {shares[name]:.1e} ({name})"
-                + hint * (shares[name] > HIDES))  # fmt: skip
+        text = f"; the reference itself is off by up to {shares[name]:.1e} ({name})"
+        if shares[name] > HIDES:
+            text += f": {str(self.dtype)[6:]} shows little here, --dtype float64 more"
+        return text
 
     def check_same_bits(self, name, tensor):
         """All ranks hold the same bits: what a reduction must give, and what replicas must keep."""
@@ -196,9 +203,10 @@ class Comparison:
         sizes = {n: p.shape for n, p in references[0].named_parameters()} if references else None
         sizes, unsplit, shards = self.broadcast(sizes), [], self.shards(module)
         missing = [
-            name for name in filter(only, sizes)
+            name
+            for name in filter(only, sizes)
             if not covered(sizes[name], [shard[name] for shard in shards if name in shard])
-        ]  # fmt: skip
+        ]
         added = {name for shard in shards for name in shard} - sizes.keys()  # a head, once tied
         count = torch.tensor(float(len(missing) + len(added)))
         self.check(f"{title} weights, nothing left out", [(count, 0 * count)], 0.0)
@@ -300,22 +308,28 @@ class Comparison:
             self.print_failed(f"{title} {name}", rank, why)
             self.exit(1)
         else:
-            self.print0(f"{name}: False, {missed}: {of['max_abs_diff']:.1e} off where the "
-                        f"{against} is {of['reference']:.1e} (rank={rank}); why: "
-                        "figures/tasks.md, Part 1")  # fmt: skip
+            self.print0(
+                f"{name}: False, {missed}: {of['max_abs_diff']:.1e} off where the "
+                f"{against} is {of['reference']:.1e} (rank={rank}); why: "
+                "figures/tasks.md, Part 1"
+            )
 
 
 def covered(size, regions):
     """Whether the ranks' regions of a tensor, a slice for each dim, leave nothing of it out."""
-    edges = [{0} | {edge for region in regions for edge in (region[dim].start, region[dim].stop)}
-             for dim in range(len(size))]  # fmt: skip
+    edges = [
+        {0} | {edge for region in regions for edge in (region[dim].start, region[dim].stop)}
+        for dim in range(len(size))
+    ]
     # From one edge to the next, all is in a region or nothing is: the first of it tells.
     corners = product(*(of_dim - {length} for of_dim, length in zip(edges, size, strict=True)))
     return all(
-        any(all(p.start <= at < p.stop for p, at in zip(region, corner, strict=True))
-            for region in regions)
+        any(
+            all(p.start <= at < p.stop for p, at in zip(region, corner, strict=True))
+            for region in regions
+        )
         for corner in corners
-    )  # fmt: skip
+    )
 
 
 def nearest_of(many, dtype, worst, longest_sum):
@@ -333,10 +347,17 @@ def nearest_of(many, dtype, worst, longest_sum):
         together = many[nearest].together.get(axis)
         place = f"{together} {axis}s from {part * together}" if together else f"{axis} {part}"
         part = f"{place}: {what or 'rms'}"
-    return {"share": share, "max_abs_diff": largest[4], "mean_abs_diff": many[nearest].mean,
-            "max_abs_reference": many[nearest].norms["max"][2].item(), "tolerance": largest[5],
-            "own_max_abs_error": many[nearest].own, "own_rms_share": worst["rms"],
-            "times_reference": times, "nearest": (part, *numbers)}  # fmt: skip
+    return {
+        "share": share,
+        "max_abs_diff": largest[4],
+        "mean_abs_diff": many[nearest].mean,
+        "max_abs_reference": many[nearest].norms["max"][2].item(),
+        "tolerance": largest[5],
+        "own_max_abs_error": many[nearest].own,
+        "own_rms_share": worst["rms"],
+        "times_reference": times,
+        "nearest": (part, *numbers),
+    }
 
 
 def shortened(name):

@@ -138,8 +138,10 @@ def unusable_gpu():
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     if hidden or torch.cuda.is_available() or not any(glob(pattern) for pattern in GPU_FILES):
         return None
-    return (f"a GPU is here, but PyTorch {torch.__version__} cannot use it (made for CUDA "
-            f"{torch.version.cuda}): it wants another driver, or another build")  # fmt: skip
+    return (
+        f"a GPU is here, but PyTorch {torch.__version__} cannot use it (made for CUDA "
+        f"{torch.version.cuda}): it wants another driver, or another build"
+    )
 
 
 def count_gpus():
@@ -163,8 +165,10 @@ def choose_device(wanted, shared=False):
     if shared and (wanted == "cpu" or not gpus):
         fail(f"--share-gpus: {unusable_gpu() or 'there is no GPU to share'}")
     if wanted == "cuda" and gpus < local and not shared:
-        fail(f"--device cuda: {local} ranks but {gpus} GPU(s) on this machine; use --device cpu, "
-             "or --share-gpus")  # fmt: skip
+        fail(
+            f"--device cuda: {local} ranks but {gpus} GPU(s) on this machine; use --device cpu, "
+            "or --share-gpus"
+        )
     if wanted == "cpu":
         return torch.device("cpu"), None
     if not gpus:
@@ -293,14 +297,18 @@ def agree(store, rank, world_size, args, device):
             gpus.setdefault(gpu, other)
         except dist.DistError:  # or rank 0, which may hold the store, has refused and gone
             end_sibling(other)
-            fail(f"rank {other} did not start within {patience} s: it hangs, or needs a longer "
-                 "--timeout")  # fmt: skip
+            fail(
+                f"rank {other} did not start within {patience} s: it hangs, or needs a longer "
+                "--timeout"
+            )
     for rank, theirs in enumerate(everyone):
         for name in sorted(everyone[0].keys() | theirs.keys()):
             first, other = everyone[0].get(name), theirs.get(name)
             if first != other:
-                fail(f"{name} is {first} on rank 0, but {other} on rank {rank}: start all ranks "
-                     "with the same command and libraries")  # fmt: skip
+                fail(
+                    f"{name} is {first} on rank 0, but {other} on rank {rank}: start all ranks "
+                    "with the same command and libraries"
+                )
     several = "different GPUs, whose bits may differ: " + ", ".join(
         f"{gpu} from rank {first}" for gpu, first in gpus.items()
     )

@@ -37,9 +37,11 @@ def estimate(run, batch_size, seq_len):
     gb, P = run.dtype.itemsize / 1e9, run.world_size
     activations = 2 * activations_by_article(c, batch_size, seq_len)
     total = (4 * count + activations) * gb
-    run.print0(f"an article's formula for a step's memory, {batch_size} x {seq_len} tokens: "
-               f"{total:.2f} GB on one rank, {activations * gb:.2f} of it activations and their "
-               "gradients")  # fmt: skip
+    run.print0(
+        f"an article's formula for a step's memory, {batch_size} x {seq_len} tokens: "
+        f"{total:.2f} GB on one rank, {activations * gb:.2f} of it activations and their "
+        "gradients"
+    )
     if P > 1:
         each = []
         for strategy, whole in COPIED.items():
@@ -220,6 +222,8 @@ def check_memory(run, strategy, model, optimizer, activations):
     run.check(f"{strategy}: bytes of weights, gradients, states, on all ranks", pairs, 0.0)
     for rank, numbers in enumerate(everyone):
         mib = [f"{number / 2**20:.2f}" for number in numbers]
-        run.print0(f"memory, MiB (rank={rank}): weights {mib[0]}, gradients {mib[1]}, Adam's "
-                   f"states {mib[2]}; a forward keeps {mib[3]}")  # fmt: skip
+        run.print0(
+            f"memory, MiB (rank={rank}): weights {mib[0]}, gradients {mib[1]}, Adam's "
+            f"states {mib[2]}; a forward keeps {mib[3]}"
+        )
     run.results.setdefault("memory_bytes", {})[strategy] = everyone

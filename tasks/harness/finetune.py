@@ -95,8 +95,9 @@ def read_text(run, args):
         raise UserError(f"--num-virtual-tokens {args.num_virtual_tokens}: at most {most}")
     # Of two tokens, some gradients are 0.
     if virtual + seq_len < run.world_size or seq_len < 3:
-        raise UserError(f"--seq-len {seq_len}: too short, each rank needs a token, and the loss "
-                        "three")  # fmt: skip
+        raise UserError(
+            f"--seq-len {seq_len}: too short, each rank needs a token, and the loss three"
+        )
     if args.pack:
         documents = load_documents(run, args.text, args.num_sequences, virtual + seq_len, virtual)
         rows = pack(documents, virtual + seq_len, virtual).to(run.device)
@@ -105,8 +106,10 @@ def read_text(run, args):
         documents = [[row] for row in rows]
     longest = virtual + max(len(document) for row in documents for document in row)
     if longest > config.max_position_embeddings:
-        run.print0(f"note: {longest} positions, but {run.source.name} was made for "
-                   f"{config.max_position_embeddings}")  # fmt: skip
+        run.print0(
+            f"note: {longest} positions, but {run.source.name} was made for "
+            f"{config.max_position_embeddings}"
+        )
     if config.attention_dropout:
         run.print0(f"note: attention dropout {config.attention_dropout} is left out")
         config.attention_dropout = 0.0
@@ -124,10 +127,17 @@ def add_memory_flags(parser):
         default = name not in ("offload", "selective-checkpoint")
         what += f"; default {'yes' if default else 'no'}"
         add(f"--{name}", action=argparse.BooleanOptionalAction, default=default, help=what)
-    add("--tile-mib", type=positive, help="MiB that a tile's logits, or MLP, may take; "
-        "default 8, or 1024 on a GPU")  # fmt: skip
-    parser.add_argument("--memory-budget", type=gib, help="GiB that training may take on each "
-        "rank, beyond the loaded model; default all there is")  # fmt: skip
+    add(
+        "--tile-mib",
+        type=positive,
+        help="MiB that a tile's logits, or MLP, may take; default 8, or 1024 on a GPU",
+    )
+    parser.add_argument(
+        "--memory-budget",
+        type=gib,
+        help="GiB that training may take on each "
+        "rank, beyond the loaded model; default all there is",
+    )
 
 
 def techniques_of(args, device):
@@ -192,9 +202,10 @@ def within_budget(run, budget, shape, function):
     except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
         if not is_for_memory(error):
             raise
-        raise UserError("out of memory: {} x {} positions on {} rank(s) do not fit; a shorter "
-                        "--seq-len, more ranks, or more --memory-budget".format(
-                            *shape, run.world_size)) from None  # fmt: skip
+        raise UserError(
+            "out of memory: {} x {} positions on {} rank(s) do not fit; a shorter "
+            "--seq-len, more ranks, or more --memory-budget".format(*shape, run.world_size)
+        ) from None
 
 
 # ---------------------------------------------------------------- the steps, and the result
@@ -233,9 +244,10 @@ def identity_of_finetuning(flags, config, model, ids):
     kept = [p for p in every if not p.requires_grad] or every
     sample = [p.detach().flatten()[:: 1 + p.numel() // 256] for p in kept]
     return flags | {
-        "weights": fingerprint(sample), "text": fingerprint([ids]),
+        "weights": fingerprint(sample),
+        "text": fingerprint([ids]),
         "config": fingerprint_of_config(config),
-    }  # fmt: skip
+    }
 
 
 def report_training(run, positions):

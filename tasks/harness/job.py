@@ -68,9 +68,13 @@ def start(args, body, init_process_group=dist.init_process_group):
     timeout = datetime.timedelta(seconds=args.timeout + SPARE_S * (backend != NAME))
     try:
         init_process_group(
-            backend=backend, store=store, rank=rank, world_size=world_size, timeout=timeout,
+            backend=backend,
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            timeout=timeout,
             device_id=device if backend == "nccl" else None,
-        )  # fmt: skip
+        )
         run = Run(args, device, watch)
         for note in filter(None, [notice, *notes, why]):
             run.print0(f"note: {note}")
@@ -84,8 +88,10 @@ def start(args, body, init_process_group=dist.init_process_group):
     except BaseException as error:  # some libraries' errors are no Exception
         watch.explain(error)
         if is_for_memory(error):
-            fail(f"out of memory: {' '.join(str(error).split())[:200]}; take shorter or fewer "
-                 "sequences, a smaller model, or more ranks")  # fmt: skip
+            fail(
+                f"out of memory: {' '.join(str(error).split())[:200]}; take shorter or fewer "
+                "sequences, a smaller model, or more ranks"
+            )
         sys.stdout.flush()
         sys.excepthook(type(error), error, error.__traceback__)
         os._exit(1)  # at once: NCCL's end would wait for the other ranks
@@ -121,8 +127,10 @@ def choose_backend(args, device, share_memory, sharing):
         return "gloo", why
     if share_memory:
         return NAME, None
-    return "gloo", ("no memory that all ranks could share (on several machines, on other than "
-                    "Linux on x86-64, with /proc closed): they talk by gloo")  # fmt: skip
+    return "gloo", (
+        "no memory that all ranks could share (on several machines, on other than "
+        "Linux on x86-64, with /proc closed): they talk by gloo"
+    )
 
 
 # ---------------------------------------------------------------- the run
@@ -195,10 +203,13 @@ class Run(Comparison):
         have, flat: see `brief`.)
         """
         self.print0("")
-        self.show_texts(kind, *(
-            str(tensor.detach().clone().cpu()) if len(tensor) == 1 else brief(tensor)
-            for tensor in (reference, actual)
-        ))  # fmt: skip
+        self.show_texts(
+            kind,
+            *(
+                str(tensor.detach().clone().cpu()) if len(tensor) == 1 else brief(tensor)
+                for tensor in (reference, actual)
+            ),
+        )
         what = {"outputs": "output", "input grad": "input_grad"}[kind]
         self.check_allclose(title, what, actual, reference)
 
@@ -305,8 +316,10 @@ class Run(Comparison):
         assert self.checks, "a script that checks nothing must not pass"
         assert not self.compared, f"without a verdict: {', '.join(self.compared)}"
         self.write_json()
-        self.print0(f"{len(self.checks)} checks, nearest to its tolerance: {self.nearest()}"
-                    f"{self.furthest_off()}")  # fmt: skip
+        self.print0(
+            f"{len(self.checks)} checks, nearest to its tolerance: {self.nearest()}"
+            f"{self.furthest_off()}"
+        )
         self.print_in_order(f"Tests passed (rank={self.rank})")
         self.watch.stop()
 

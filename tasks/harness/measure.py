@@ -231,9 +231,11 @@ def measure_time(run, reference, parallel, ids, repeats=None, reduce=None):
         run.results["sum_of_gradients_s"] = lap
     for phase in ("forward", "backward", "forward + backward"):
         alone, together = (seconds[name][phase] for name in (single, ranks))
-        run.print0(f"time {phase}: {statistics.median(alone):.4f} s on one rank, "
-                   f"{statistics.median(together):.4f} s on {ranks}, "
-                   f"median ratio {ratio(together, alone)}")  # fmt: skip
+        run.print0(
+            f"time {phase}: {statistics.median(alone):.4f} s on one rank, "
+            f"{statistics.median(together):.4f} s on {ranks}, "
+            f"median ratio {ratio(together, alone)}"
+        )
         key = phase.replace(" + ", "_")
         run.results |= {f"single_{key}_s": alone, f"parallel_{key}_s": together}
     run.print0(
@@ -269,8 +271,10 @@ def measure_costs(run, seq_len, repeats=5):
                 times.append(time.perf_counter() - begin)
             costs.append(min(times))
     layer, embedding, head = run.broadcast(costs)
-    run.print0(f"time of a layer {layer * 1e3:.2f} ms; the embedding takes {embedding / layer:.2f} "
-               f"of it, the LM head {head / layer:.2f}")  # fmt: skip
+    run.print0(
+        f"time of a layer {layer * 1e3:.2f} ms; the embedding takes {embedding / layer:.2f} "
+        f"of it, the LM head {head / layer:.2f}"
+    )
     costs = [layer] * run.source.config.num_hidden_layers
     costs[0], costs[-1] = costs[0] + embedding, costs[-1] + head
     return costs
@@ -320,8 +324,10 @@ def measure_bytes(run, forward, layers, formula, exact=True):
         " and ".join(f"{n:,.0f}" for n in numbers)
         for numbers in (sent, formula if pair else [formula])
     )
-    run.print0(f"bytes sent per rank and layer, forward and backward: {said}; formula {wanted}"
-               f"{'' if pair else ' each'}")  # fmt: skip
+    run.print0(
+        f"bytes sent per rank and layer, forward and backward: {said}; formula {wanted}"
+        f"{'' if pair else ' each'}"
+    )
     run.results |= {"sent_bytes": sent, "formula_bytes": formula, "wire_bytes": wires}
     if exact:  # of all ranks and layers together: whole numbers
         both = torch.tensor([sent, formula if pair else [formula] * 2], dtype=torch.float64)

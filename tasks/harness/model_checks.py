@@ -65,8 +65,10 @@ def make_batch(run, batch_size, seq_len, text=TEXT):
         raise UserError(f"--seq-len {seq_len}: too short to compare, use 3 or more")
     refuse_length(run.source, seq_len)
     if seq_len > config.max_position_embeddings:
-        run.print0(f"note: --seq-len {seq_len} is more than {run.source.name} was made for, "
-                   f"{config.max_position_embeddings}")  # fmt: skip
+        run.print0(
+            f"note: --seq-len {seq_len} is more than {run.source.name} was made for, "
+            f"{config.max_position_embeddings}"
+        )
     ids = torch.randint(config.vocab_size, (batch_size, seq_len))
     if run.tokenizer:
         tokens = torch.tensor(run.tokenizer(text, verbose=False)["input_ids"])

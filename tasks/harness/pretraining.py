@@ -48,8 +48,9 @@ def make_mesh(run, dp=None, tp=None, batch_size=None):
     if batch_size and batch_size % dp:
         raise UserError(f"--batch-size {batch_size}: not a multiple of --dp {dp}")
     run.print0(f"mesh: dp={dp} x tp={tp}")
-    run.print_in_order(f"Starting worker {run.rank}/{P}: dp {run.rank // tp}, tp {run.rank % tp}, "
-                       f"on {run.device}")  # fmt: skip
+    run.print_in_order(
+        f"Starting worker {run.rank}/{P}: dp {run.rank // tp}, tp {run.rank % tp}, on {run.device}"
+    )
     return run.rectangle("dp", "tp", tp)
 
 
@@ -157,8 +158,10 @@ class Trial:
         state = run.together(lambda: checkpoints.whole() if before and run.rank == 0 else {})
         steps = list(islice(training, min(self.steps, self.args.steps - before)))
         for i, (loss, norm, rate) in enumerate(steps, before):
-            run.print0(f"Update={i}, Loss={loss:.4f}, norm of the gradients {norm:.3f}, "
-                       f"learning rate {rate:.2e}")  # fmt: skip
+            run.print0(
+                f"Update={i}, Loss={loss:.4f}, norm of the gradients {norm:.3f}, "
+                f"learning rate {rate:.2e}"
+            )
         if steps:
             where = f" from step {before} on" if before else ""
             self.compare(run, zip(*steps, strict=True), before, where, state)
@@ -242,8 +245,14 @@ def saving(training, losses, args, save):
 def progress(run, trial, model, training, losses, tokens):
     """Go on to the last step, with a bar where somebody looks. tokens: of a step, of all ranks."""
     done, steps, rates = len(losses), trial.args.steps, []
-    bar = tqdm(total=steps, initial=done, desc="train", unit="step", mininterval=2.0,
-               disable=None if run.rank == 0 else True)  # fmt: skip
+    bar = tqdm(
+        total=steps,
+        initial=done,
+        desc="train",
+        unit="step",
+        mininterval=2.0,
+        disable=None if run.rank == 0 else True,
+    )
 
     def go_on():
         for loss, norm, rate in training:
@@ -271,8 +280,10 @@ def progress(run, trial, model, training, losses, tokens):
 def say_what_was_learnt(run, loss, rows, held):
     """Print the held-out loss beside a bigram model's."""
     bigram = bigram_loss(rows, held, run.source.config.vocab_size) if run.rank == 0 else None
-    run.print0(f"loss of {len(held)} documents held out: {loss:.4f}; of a bigram model of the "
-               f"others: {bigram or 0:.4f}")  # fmt: skip
+    run.print0(
+        f"loss of {len(held)} documents held out: {loss:.4f}; of a bigram model of the "
+        f"others: {bigram or 0:.4f}"
+    )
     run.results |= {"held_out_loss": loss, "bigram_loss": bigram}
 
 

@@ -38,8 +38,11 @@ def open_store():
         else:
             taken = f"port {first} is taken: the processes meet at port {port}"
             return store, taken if port != first else None
-    fail(f"port {port} is taken" if wanted else f"the ports from {first} to {port} are taken: "
-         "set MASTER_PORT to one that is free")  # fmt: skip
+    fail(
+        f"port {port} is taken"
+        if wanted
+        else f"the ports from {first} to {port} are taken: set MASTER_PORT to one that is free"
+    )
 
 
 def variables(rank, world_size, port):
@@ -113,6 +116,10 @@ def report(processes, code, failed):
     """Print how a process ended, if it has not done so itself; its exit code, 1 for a signal."""
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
     if code != 2:
-        print(f"error: process {processes.index(failed)} of {len(processes)} ({failed.pid}) {how}; "
-              "the others are ended, too", file=sys.stderr, flush=True)  # fmt: skip
+        print(
+            f"error: process {processes.index(failed)} of {len(processes)} ({failed.pid}) {how}; "
+            "the others are ended, too",
+            file=sys.stderr,
+            flush=True,
+        )
     return max(code, 1)

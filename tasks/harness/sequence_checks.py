@@ -33,8 +33,10 @@ def show_sequence(run, workload, mesh, parallelize, formula, held=None, whole=("
         ids, (B, S) = batch[0], batch[0].shape
         check_packed(run, ids, parallel, references, reduce)
         if parallel.padded(S) != S:
-            run.print0(f"note: sequences are padded to {parallel.padded(S)} tokens: neither hidden "
-                       "states nor bytes are compared")  # fmt: skip
+            run.print0(
+                f"note: sequences are padded to {parallel.padded(S)} tokens: neither hidden "
+                "states nor bytes are compared"
+            )
             return
         tokens = parallel.tokens(S)
         mine = held(parallel, S) if held else tokens

@@ -42,8 +42,10 @@ class Reference:
         self.only, self.mask = compared_layers(run), mask
         self.three = compares_changes(run)
         if not self.three:
-            run.print0("note: what three steps change is compared of models up to "
-                       f"{LARGE / 1e6:.0f} M parameters, in float32 and float64")  # fmt: skip
+            run.print0(
+                "note: what three steps change is compared of models up to "
+                f"{LARGE / 1e6:.0f} M parameters, in float32 and float64"
+            )
         for model in self.models[:1]:
             for key, parameter in model.named_parameters():
                 parameter.requires_grad_(self.only(key))  # what is not compared takes no memory

@@ -251,9 +251,13 @@ def judge(many, dtype, worst, longest_sum=1):
     small = worst["values" + OF_ROUNDING]
     apart = [is_rounding(e) or 0 < e.norms["rms"][2] <= small for e in many]
     for (kind, limit), rounding in product(LIMITS.items(), (False, True)):
-        own = [(number, errors.norms[kind]) for number, errors in enumerate(many)
-               if kind in errors.norms and apart[number] == rounding
-               and not (kind == "scale" and (errors.together or errors.single))]  # fmt: skip
+        own = [
+            (number, errors.norms[kind])
+            for number, errors in enumerate(many)
+            if kind in errors.norms
+            and apart[number] == rounding
+            and not (kind == "scale" and (errors.together or errors.single))
+        ]
         if not own or (rounding and kind not in APART):
             continue
         usual = worst.get(kind)

@@ -94,8 +94,10 @@ class Watch:
             if now - self.moved > late_s and silent_s > 5:
                 if self.rank:
                     end_sibling(0)  # torchrun would wait half a minute for one that is stopped
-                end(f"rank 0 does not come, and its store at {os.environ['MASTER_ADDR']} does not "
-                    "answer")  # fmt: skip
+                end(
+                    f"rank 0 does not come, and its store at {os.environ['MASTER_ADDR']} does not "
+                    "answer"
+                )
 
     def tell(self):
         """Tell the store of this rank, and hear of the others, until all is over."""
@@ -135,8 +137,11 @@ class Watch:
 
     def here(self, ranks=None):
         """The processes of this machine's ranks, or of those among `ranks`."""
-        return [process for rank, (node, process) in self.processes.items()
-                if node == self.node and (ranks is None or rank in ranks)]  # fmt: skip
+        return [
+            process
+            for rank, (node, process) in self.processes.items()
+            if node == self.node and (ranks is None or rank in ranks)
+        ]
 
     # ------------------------------------------------ several nodes
 
@@ -146,8 +151,11 @@ class Watch:
             others = self.here()
             if cut_off and self.torchrun:
                 others.append(self.torchrun)
-            end(f"no sign of life from {what} for {self.silence_s:g} s: it, or the network between,"
-                f" is gone; this is node {self.node}, which stops", others)  # fmt: skip
+            end(
+                f"no sign of life from {what} for {self.silence_s:g} s: it, or the network between,"
+                f" is gone; this is node {self.node}, which stops",
+                others,
+            )
 
     def wait_for_all(self, what):
         """Wait until all ranks have come here, however long it takes. what: for once."""
@@ -186,9 +194,12 @@ class Watch:
             return  # all wait, each for something else: a bug, with its traceback later
         if self.rank != waiting[0]:
             time.sleep(10)  # torchrun ends this one meanwhile
-        end(f"rank {in_words(late)} did not come, in {self.timeout_s:g} s, to what rank "
+        end(
+            f"rank {in_words(late)} did not come, in {self.timeout_s:g} s, to what rank "
             f"{in_words(waiting)} waited for at {place(frames)}:"
-            " it hangs, or needs a longer --timeout", self.here(late))  # fmt: skip
+            " it hangs, or needs a longer --timeout",
+            self.here(late),
+        )
 
     def explain(self, error):
         """Where a collective failed because another rank is gone, say who; else return.
@@ -222,9 +233,11 @@ class Watch:
                 return  # a bug, with its traceback
             if self.rank != waited[0]:
                 time.sleep(10)
-            end(f"rank {in_words(missing)} ended, and did not come to what rank "
+            end(
+                f"rank {in_words(missing)} ended, and did not come to what rank "
                 f"{in_words(waited)} waited for at "
-                f"{place(traceback.extract_tb(error.__traceback__))}")  # fmt: skip
+                f"{place(traceback.extract_tb(error.__traceback__))}"
+            )
         time.sleep(3 + 0.5 * min(self.rank, 10))
         end("rank 0 ended, and the ranks' store with it")
 

@@ -12,16 +12,19 @@ def refuse_family(name, kind, allowed):
     """UserError for a kind of model that a script does not take."""
     if kind not in allowed:
         others = f" ({TAKE_GPT2} take gpt2, too)" if kind == GPT2.kind else ""
-        raise UserError(f"{name}: a {kind} model; this needs model_type {' or '.join(allowed)}"
-                        f"{others}")  # fmt: skip
+        raise UserError(
+            f"{name}: a {kind} model; this needs model_type {' or '.join(allowed)}{others}"
+        )
 
 
 def refuse_length(source, seq_len):
     """UserError for more tokens than a model has positions for: GPT-2's are in a table."""
     config = source.config
     if config.model_type == GPT2.kind and seq_len > config.max_position_embeddings:
-        raise UserError(f"--seq-len {seq_len}: {source.name} has positions for "
-                        f"{config.max_position_embeddings} tokens")  # fmt: skip
+        raise UserError(
+            f"--seq-len {seq_len}: {source.name} has positions for "
+            f"{config.max_position_embeddings} tokens"
+        )
 
 
 def mlp_units(config):
@@ -38,9 +41,12 @@ def count_parameters(config):
     embeddings = V * H * (1 if config.tie_word_embeddings else 2)
     if config.model_type == GPT2.kind:  # everything but the head has a bias
         attention, mlp, norm = 4 * H * H + 4 * H, 2 * H * F + F + H, 2 * H
-        return embeddings + config.max_position_embeddings * H + L * (attention + mlp) + (
-            (2 * L + 1) * norm
-        )  # fmt: skip
+        return (
+            embeddings
+            + config.max_position_embeddings * H
+            + L * (attention + mlp)
+            + ((2 * L + 1) * norm)
+        )
     heads = config.num_attention_heads * config.head_dim
     kv = config.num_key_value_heads * config.head_dim
     bias = config.attention_bias * (heads + 2 * kv + H) + config.mlp_bias * (2 * F + H)

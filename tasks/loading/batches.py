@@ -80,8 +80,10 @@ class Batches:
 
 def join(batches):
     """Batches as one, without the rows that have no label."""
-    kept = [[tensor[(labels != -100).any(1)] for tensor in (ids, mask, labels)]
-            for ids, mask, labels in batches]  # fmt: skip
+    kept = [
+        [tensor[(labels != -100).any(1)] for tensor in (ids, mask, labels)]
+        for ids, mask, labels in batches
+    ]
     return [torch.cat(tensors) for tensors in zip(*kept, strict=True)]
 
 

@@ -41,8 +41,10 @@ def read_tokenizer(where, vocab_size):
 
     path = file_of(where)
     if not path.is_file():
-        raise UserError(f"--tokenizer {where}: no tokenizer there ({path} is no file); "
-                        "pretrain_2d.py --train-tokenizer VOCABULARY_SIZE makes one")  # fmt: skip
+        raise UserError(
+            f"--tokenizer {where}: no tokenizer there ({path} is no file); "
+            "pretrain_2d.py --train-tokenizer VOCABULARY_SIZE makes one"
+        )
     try:
         found = Tokenizer.from_file(str(path))
         vocabulary = found.get_vocab()
@@ -72,8 +74,10 @@ def check_trainable(where, size, vocab_size):
         raise UserError("--train-tokenizer needs --tokenizer: where to write it")
     least = BYTES + len(SPECIAL)
     if not least <= size <= vocab_size:
-        raise UserError(f"--train-tokenizer {size}: take {least} (the bytes and the special "
-                        f"tokens) to {vocab_size} (the model's)")  # fmt: skip
+        raise UserError(
+            f"--train-tokenizer {size}: take {least} (the bytes and the special "
+            f"tokens) to {vocab_size} (the model's)"
+        )
     folder = file_of(where).parent
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -96,11 +100,15 @@ def train_tokenizer(texts, size):
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=size, min_frequency=2, special_tokens=list(SPECIAL), show_progress=False,
+        vocab_size=size,
+        min_frequency=2,
+        special_tokens=list(SPECIAL),
+        show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-    )  # fmt: skip
-    bar = tqdm(texts, "train tokenizer", unit="document", mininterval=2.0, leave=False,
-               disable=None)  # fmt: skip
+    )
+    bar = tqdm(
+        texts, "train tokenizer", unit="document", mininterval=2.0, leave=False, disable=None
+    )
     tokenizer.train_from_iterator(bar, trainer)
     return tokenizer
 

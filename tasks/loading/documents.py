@@ -58,8 +58,10 @@ def read_documents(run, where, count):
     found = run.once("text", load)
     documents = found if isinstance(found, Texts) else run.together(lambda: TextFile(*found))
     if len(documents) < (count or 1):
-        raise UserError(f"--text {where}: {len(documents)} different documents, but "
-                        f"--num-documents {count or 1}")  # fmt: skip
+        raise UserError(
+            f"--text {where}: {len(documents)} different documents, but "
+            f"--num-documents {count or 1}"
+        )
     return where or f"stories of the project's own (seed {run.seed})", documents
 
 
@@ -101,18 +103,26 @@ def load_rows(run, where, count, length, batch_size, tokenizer=None, train=None)
         raise UserError(f"--seq-len {length}: too short to compare, use 3 or more")
     held = min(count // 10, max(HELD, batch_size)) // batch_size * batch_size
     if not held:
-        raise UserError(f"{count} documents: a tenth of them, which is held out, is less than "
-                        f"a batch of {batch_size}")  # fmt: skip
+        raise UserError(
+            f"{count} documents: a tenth of them, which is held out, is less than "
+            f"a batch of {batch_size}"
+        )
     tokenizer, whose = find_tokenizer(run, documents, tokenizer, train)
-    run.print0(f"text: {count} documents of {name}, {held} of them held out; tokenizer: {whose}, "
-               f"{len(tokenizer)} tokens")  # fmt: skip
+    run.print0(
+        f"text: {count} documents of {name}, {held} of them held out; tokenizer: {whose}, "
+        f"{len(tokenizer)} tokens"
+    )
     rest = run.once("rows", lambda: indices_to_train_on(documents, held, tokenizer, length)).cpu()
     if len(rest) < batch_size:
-        raise UserError(f"--seq-len {length}: all but {len(rest)} documents are, cut off there, as "
-                        "one that is held out")  # fmt: skip
+        raise UserError(
+            f"--seq-len {length}: all but {len(rest)} documents are, cut off there, as "
+            "one that is held out"
+        )
     if len(rest) < count - held:
-        run.print0(f"note: {count - held - len(rest)} documents are, cut off, as one that is held "
-                   "out: they are left out")  # fmt: skip
+        run.print0(
+            f"note: {count - held - len(rest)} documents are, cut off, as one that is held "
+            "out: they are left out"
+        )
     parts = [Tokenized(documents, indices, tokenizer) for indices in (rest, torch.arange(held))]
     return tokenizer, *(Rows(part, length, tokenizer) for part in parts)
 
@@ -124,8 +134,14 @@ def indices_to_train_on(documents, held, tokenizer, length):
     """
     kept, first = [], set()
     begins = range(0, len(documents), AT_ONCE)
-    bar = tqdm(begins, "compare with what is held out", unit=f"{AT_ONCE} documents",
-               mininterval=2.0, leave=False, disable=None)  # fmt: skip
+    bar = tqdm(
+        begins,
+        "compare with what is held out",
+        unit=f"{AT_ONCE} documents",
+        mininterval=2.0,
+        leave=False,
+        disable=None,
+    )
     for begin in bar:
         here = range(begin, min(begin + AT_ONCE, len(documents)))
         texts = [documents[i] for i in here]
@@ -214,16 +230,20 @@ def load_documents(run, where, count, length, virtual):
         documents = (encode(tokenizer, text, source.config.vocab_size) for text in texts)
         rows = fill(documents, count, length, virtual)
         if len(rows) < count:
-            raise UserError(f"--text {name}: paragraphs of {least(virtual)} tokens or more fill "
-                            f"{len(rows)} rows, but {count} are needed: give a longer text, or ask "
-                            "for fewer")  # fmt: skip
+            raise UserError(
+                f"--text {name}: paragraphs of {least(virtual)} tokens or more fill "
+                f"{len(rows)} rows, but {count} are needed: give a longer text, or ask "
+                "for fewer"
+            )
         return name, rows
 
     name, rows = run.broadcast(run.together(load))
     sizes = [virtual + len(document) for row in rows for document in row]
     kind = "" if tokenizer else "; no tokenizer: its bytes are the tokens"
-    run.print0(f"text: {len(sizes)} documents of {name} in {count} rows, "
-               f"{sum(sizes) / count / length:.0%} of the positions used{kind}")  # fmt: skip
+    run.print0(
+        f"text: {len(sizes)} documents of {name} in {count} rows, "
+        f"{sum(sizes) / count / length:.0%} of the positions used{kind}"
+    )
     if len(sizes) == count:
         run.print0("note: no row has two documents; a longer --seq-len has room for more")
     return [[torch.tensor(document) for document in row] for row in rows]

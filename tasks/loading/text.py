@@ -20,8 +20,9 @@ ENOUGH = 10**7  # characters; no more of a text is turned into tokens, unless mo
 # be long. The same words in prose, or without these stars, are no mark.
 MARK = re.compile(
     r"^\*\*\* ?(START|END) OF TH(?:E|IS) PROJECT GUTENBERG EBOOK.*?"
-    r"(?:\n(?!\*\*\*|[ \t\r]*$).*?){0,2}?\*\*\*[ \t\r]*$", re.MULTILINE
-)  # fmt: skip
+    r"(?:\n(?!\*\*\*|[ \t\r]*$).*?){0,2}?\*\*\*[ \t\r]*$",
+    re.MULTILINE,
+)
 
 
 def load_sequences(run, where, count, seq_len):
@@ -40,8 +41,10 @@ def load_sequences(run, where, count, seq_len):
         name, text = read_some(run, where, needed)
         tokens = encode(tokenizer, text, run.source.config.vocab_size)
         if len(tokens) < needed:
-            raise UserError(f"--text {name}: {len(tokens)} tokens, but {needed} are needed: give a "
-                            "longer text, or a smaller --seq-len")  # fmt: skip
+            raise UserError(
+                f"--text {name}: {len(tokens)} tokens, but {needed} are needed: give a "
+                "longer text, or a smaller --seq-len"
+            )
         return name, torch.tensor([tokens])
 
     found = run.together(load)
@@ -124,8 +127,9 @@ def own_text(needed, seed):
 
 def limit_own(needed):
     if needed > 10**8:
-        raise UserError(f"{needed} tokens are more than the project writes: take fewer, or a text "
-                        "of your own")  # fmt: skip
+        raise UserError(
+            f"{needed} tokens are more than the project writes: take fewer, or a text of your own"
+        )
 
 
 def is_url(where):

@@ -130,8 +130,15 @@ def different(found, size, count):
     found: (begin, bytes, text) of each document.
     """
     spans, seen, total = [], set(), hashlib.sha256()
-    bar = tqdm(total=size, desc="index", unit="B", unit_scale=True, mininterval=2.0, leave=False,
-               disable=None)  # fmt: skip
+    bar = tqdm(
+        total=size,
+        desc="index",
+        unit="B",
+        unit_scale=True,
+        mininterval=2.0,
+        leave=False,
+        disable=None,
+    )
     for begin, length, text in found:
         bar.update(begin + length - bar.n)
         digest = hashlib.blake2b(text.encode(), digest_size=16).digest()

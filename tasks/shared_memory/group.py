@@ -330,8 +330,10 @@ def give_back(flat, tensor):
 
 def must_be(tensor, numel, dtype):
     if (tensor.numel(), tensor.dtype) != (numel, dtype):
-        raise ValueError(f"a tensor has {tensor.numel()} values of {tensor.dtype}, where {numel} "
-                         f"of {dtype} are expected")  # fmt: skip
+        raise ValueError(
+            f"a tensor has {tensor.numel()} values of {tensor.dtype}, where {numel} "
+            f"of {dtype} are expected"
+        )
 
 
 def reduce_into(out, how, parts):

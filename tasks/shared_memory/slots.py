@@ -134,14 +134,18 @@ class SharedMemory:
                 theirs = f"{KINDS[other >> 56]} of {other & 2**40 - 1}"
                 if theirs == f"{kind} of {nbytes}":
                     theirs += ", with another operator, dtype or root"
-                raise RuntimeError(f"rank {self.me} is in {kind} of {nbytes} bytes, but rank "
-                                   f"{rank} of this group in {theirs}")  # fmt: skip
+                raise RuntimeError(
+                    f"rank {self.me} is in {kind} of {nbytes} bytes, but rank "
+                    f"{rank} of this group in {theirs}"
+                )
         return self.halves(like)[n % 2]
 
     def agree_on(self, sent, expected, rank):
         if sent != expected:
-            raise RuntimeError(f"rank {rank} of this group sends {sent} bytes to rank {self.me}, "
-                               f"which expects {expected}")  # fmt: skip
+            raise RuntimeError(
+                f"rank {rank} of this group sends {sent} bytes to rank {self.me}, "
+                f"which expects {expected}"
+            )
 
     def table(self):
         """Where each rank writes, in its next step, how much it gives to each: (P, P) words."""
@@ -194,8 +198,10 @@ class SharedMemory:
             hanging = [rank for rank in number if rank not in waiting]
             late = [number[rank] for rank in late if number[rank] in hanging] or hanging
             if not late:
-                raise RuntimeError("all ranks wait, each for something else (a collective is over "
-                                   "when its call returns here, also with async_op)")  # fmt: skip
+                raise RuntimeError(
+                    "all ranks wait, each for something else (a collective is over "
+                    "when its call returns here, also with async_op)"
+                )
             said = f"rank {in_words(late)} did not come, in {self.timeout_s:g} s, to what rank"
             raise Missing(f"{said} {in_words(waiting)} waited for", late, waiting)
 
@@ -251,8 +257,10 @@ class SharedMemory:
                 yield
             self.agree_on(self.words[filled + SAID + number % 2], data.numel(), src)
             if (other := self.words[filled + TAG + number % 2]) != tag:
-                raise RuntimeError(f"rank {src} of this group sent a message of tag {other} first, "
-                                   f"not of {tag}: they come in order here")  # fmt: skip
+                raise RuntimeError(
+                    f"rank {src} of this group sent a message of tag {other} first, "
+                    f"not of {tag}: they come in order here"
+                )
             piece.copy_(box[number % 2][: len(piece)])
             self.words[emptied] = number
 
@@ -316,8 +324,9 @@ def common(store, rank, nbytes):
     open rank 0's: it must stay open until they have.
     """
     if (place := neighbourhood()) is None:
-        raise RuntimeError("no memory to share here (other than Linux on x86-64, or /proc is "
-                           "closed): use gloo")  # fmt: skip
+        raise RuntimeError(
+            "no memory to share here (other than Linux on x86-64, or /proc is closed): use gloo"
+        )
     if rank == 0:
         file = os.memfd_create("parallel-llama")
         os.ftruncate(file, nbytes)
