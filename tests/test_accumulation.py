@@ -7,7 +7,7 @@ microbatch's gradients again, once for each rank. (`Pipeline.step`: test_pipelin
 import pytest
 
 import launch
-from test_planted_bugs import plant
+from planting import plant
 
 ACCUMULATE = """
 import contextlib, copy, sys

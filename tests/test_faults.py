@@ -30,8 +30,8 @@ import launch
 from conftest import make_llama
 from harness import watchdog
 from places import CPU, NCCL, PLACES
+from planting import plant
 from test_bad_input import DAMAGE, change_tensors
-from test_planted_bugs import plant
 from test_tasks import QUICK
 
 PARTS = [launch.ROOT / name for name in ("README.md", "tasks", "figures")]

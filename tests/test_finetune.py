@@ -24,7 +24,8 @@ from checkpoints import checkpoint
 from loading.documents import fill, one_by_one, pack
 from loading.models import TINY
 from places import CPU, NCCL, PLACES
-from test_planted_bugs import paragraphs, plant
+from planting import plant
+from test_planted_bugs import paragraphs
 from utils.errors import UserError
 
 STRESS = pytest.mark.stress

@@ -13,7 +13,7 @@ from transformers import LlamaForCausalLM
 
 import launch
 from loading.models import TRANSFORMERS_4
-from test_planted_bugs import plant
+from planting import plant
 
 REPLICAS = """
 import sys

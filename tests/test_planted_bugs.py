@@ -1,11 +1,14 @@
 """Every check in the scripts can fail: a copy with one wrong line must exit non-zero and say so."""
 
+import ast
 import random
 import re
 
 import pytest
 
 import launch
+import planting
+from planting import plant, write
 
 SHIFTED = """
 
@@ -15,22 +18,6 @@ def keep_shifted(layer, dim, start, stop):
 
 """
 SMALL = ["--hidden-size", 48, "--intermediate-size", 100]  # of tp_mlp's block, to be quick
-
-
-def plant(folder, file, old, new, count=1):
-    """A copy of tasks/ in which one place of one file, wherever that is, reads differently."""
-    launch.copy_tasks(folder)
-    (path,) = [path for path in folder.rglob(file) if not path.is_symlink()]
-    text = path.read_text()
-    assert text.count(old) == count, f"{file} has {text.count(old)} times {old!r}"
-    write(path, text.replace(old, new))
-
-
-def write(path, text):
-    """Another text, of which nothing is compiled yet."""
-    path.write_text(text)
-    for compiled in path.parent.glob(f"__pycache__/{path.stem}.*"):
-        compiled.unlink()
 
 
 def refused(folder, script, nproc, args, check, rounding=None):
@@ -122,8 +109,8 @@ BUGS = {
         "return all_reduce(x, group) * float('nan')", "output",
     ),
     "gradient has another factor": (
-        "tp_mlp", 2, "tp_mlp.py", "copy_to_region(args[0], group),",
-        "copy_to_region(args[0] * 2 - args[0].detach(), group),", "input grad",
+        "tp_mlp", 2, "tp_mlp.py", "(copy_to_region(args[0], group),)",
+        "(copy_to_region(args[0] * 2 - args[0].detach(), group),)", "input grad",
     ),
     "no f in the MLP": (
         "tp_mlp", 2, "tp_mlp.py", "(copy_to_region(args[0], group),)", "args", "input grad",
@@ -140,8 +127,8 @@ BUGS = {
         "tp_mlp", 2, "tp_mlp.py", "in (False, True)", "in (False, False)", "forwards",
     ),
     "ranks drop different values": (
-        "tp_mlp", 2, "tp_mlp.py", "torch.manual_seed(run.seed)\n        results",
-        "torch.manual_seed(run.seed + run.rank)\n        results", "with dropout, same bits",
+        "tp_mlp", 2, "tp_mlp.py", "torch.manual_seed(run.seed)\n        results.append",
+        "torch.manual_seed(run.seed + run.rank)\n        results.append", "with dropout, same bits",
     ),
     "nothing is dropped": (
         "tp_mlp", 2, "tp_mlp.py", "self.mlp(self.norm(x)), self.dropout)",
@@ -153,8 +140,10 @@ BUGS = {
         "    start = index * (items // parts)", "none whole",
     ),
     "golden input is drawn first": (
-        "tp_mlp", 1, "tp_mlp.py", "        torch.manual_seed(run.seed)\n        reference",
-        "        torch.manual_seed(run.seed)\n        torch.randn(1)\n        reference", "golden",
+        "tp_mlp", 1, "tp_mlp.py",
+        "        torch.manual_seed(run.seed)\n        reference = run.place(Block",
+        "        torch.manual_seed(run.seed)\n        torch.randn(1)\n"
+        "        reference = run.place(Block", "golden",
     ),
     "no f in attention": (
         "tp_attention", 2, "tp_attention.py", 'copy_to_region(kwargs["hidden_states"], group)',
@@ -194,7 +183,8 @@ BUGS = {
         "none whole",
     ),
     "nothing is split": (
-        "tp_llama", 2, "models.py", "        if parallelize:", "        if False:", "none whole",
+        "tp_llama", 2, "models.py", "        if parallelize:\n            parallelize(model)",
+        "        if False:\n            parallelize(model)", "none whole",
     ),
     "no f in the model": (
         "tp_llama", 2, "tp_llama.py", "tuple(enter(x, group) for x in args)", "args",
@@ -227,8 +217,8 @@ BUGS = {
     ),
     "no f before the LM head": (
         "tp_llama", 2, "tp_llama.py",
-        "head.register_forward_pre_hook(bound(f, enter=enter, group=group), with_kwargs=True)",
-        "pass", "grad",
+        "head.register_forward_pre_hook(bound(f, enter=enter, group=group), with_kwargs=True)\n"
+        "    model.sum_of_losses", "model.sum_of_losses", "grad",
     ),
     "sum of exponentials of this rank alone": (
         "tp_llama", 2, "tp_llama.py",
@@ -334,8 +324,8 @@ BUGS = {
         "best[:, None, 2:].to(row.dtype) * 0", "generated tokens by hand-made",
     ),
     "padding counts as a position": (
-        "kv_cache", 2, "kv_cache.py", "(mask.cumsum(-1) - 1).clamp(min=0)[:, -x",
-        "(torch.ones_like(mask).cumsum(-1) - 1).clamp(min=0)[:, -x", "cached keys",
+        "kv_cache", 2, "kv_cache.py", "(mask.cumsum(-1) - 1).clamp(min=0)[:, -x.shape[1]",
+        "(torch.ones_like(mask).cumsum(-1) - 1).clamp(min=0)[:, -x.shape[1]", "cached keys",
     ),
     "the mask does not grow": (
         "kv_cache", 2, "kv_cache.py", "mask = F.pad(mask, (0, 1), value=1)",
@@ -371,8 +361,8 @@ BUGS = {
         "torch.cat(pieces[::-1], dim=2).transpose", "logits",
     ),
     "positions begin at 0 on every rank": (
-        "ulysses_forward", 2, "sequence.py", "local(position_ids),",
-        "local(position_ids) - local(position_ids)[:, :1],", "logits",
+        "ulysses_forward", 2, "sequence.py", "mask_info, local(position_ids),",
+        "mask_info, local(position_ids) - local(position_ids)[:, :1],", "logits",
     ),
     "the sequence's mask is dropped": (
         "ulysses_forward", 2, "ulysses_forward.py",
@@ -445,9 +435,10 @@ BUGS = {
         "torch.manual_seed(run.seed + run.rank)", "hash of what is trained, before",
     ),
     "the adapter's replicas part": (
-        "ulysses_finetune", 2, "ulysses_finetune.py", "        optimizer.step()\n",
+        "ulysses_finetune", 2, "ulysses_finetune.py",
+        "        optimizer.step()\n        interrupted",
         "        optimizer.step()\n"
-        "        next(iter(parameters.values())).data += group.rank() * 1e-7\n",
+        "        next(iter(parameters.values())).data += group.rank() * 1e-7\n        interrupted",
         "hash of what is trained, after",
     ),
     "the ranks' gradients are not summed": (
@@ -523,8 +514,8 @@ BUGS = {
         "checkpointing and tiles: loss",
     ),
     "where all heads are one round, they have no backward": (
-        "ulysses_finetune", 2, "saved_outputs.py", "enumerate(stack.rounds):",
-        "enumerate(stack.rounds if len(stack.rounds) > 1 else ()):",
+        "ulysses_finetune", 2, "saved_outputs.py", "i, head_round in enumerate(stack.rounds):",
+        "i, head_round in enumerate(stack.rounds if len(stack.rounds) > 1 else ()):",
         "saved outputs alone: gradients",
     ),
     "attention's ranks differ in the last bit": (
@@ -543,28 +534,33 @@ BUGS = {
     ),
     # Small errors, in float32; the gradients of Task 2's model alone.
     "a KV head's gradient is 1 % off": (
-        "tp_llama", 2, "model_checks.py", "    scalar.backward()\n",
+        "tp_llama", 2, "model_checks.py", "    scalar.backward()\n    if reduce:\n",
         "    scalar.backward()\n    if hasattr(model.model.embed_tokens, 'rows'):\n"
-        "        model.model.layers[1].self_attn.v_proj.weight.grad[:10] *= 1.01\n",
+        "        model.model.layers[1].self_attn.v_proj.weight.grad[:10] *= 1.01\n"
+        "    if reduce:\n",
         "v_proj.weight grad",
     ),
     "a vocabulary row's gradient is zero": (
-        "tp_llama", 2, "model_checks.py", "    scalar.backward()\n",
+        "tp_llama", 2, "model_checks.py", "    scalar.backward()\n    if reduce:\n",
         "    scalar.backward()\n    if hasattr(model.model.embed_tokens, 'rows'):\n"
-        "        grad = model.lm_head.weight.grad\n        grad[grad.norm(dim=1).argmin()] = 0\n",
+        "        grad = model.lm_head.weight.grad\n        grad[grad.norm(dim=1).argmin()] = 0\n"
+        "    if reduce:\n",
         "lm_head.weight grad",
     ),
     "a norm's gradient is 0.1 % off": (
-        "tp_llama", 2, "model_checks.py", "    scalar.backward()\n",
+        "tp_llama", 2, "model_checks.py", "    scalar.backward()\n    if reduce:\n",
         "    scalar.backward()\n    if hasattr(model.model.embed_tokens, 'rows'):\n"
-        "        model.model.layers[0].input_layernorm.weight.grad *= 1.001\n",
+        "        model.model.layers[0].input_layernorm.weight.grad *= 1.001\n"
+        "    if reduce:\n",
         "input_layernorm.weight grad",
     ),
     "in bfloat16 a KV head's gradient is half of it": (
-        "tp_llama --dtype bfloat16", 2, "model_checks.py", "    scalar.backward()\n",
+        "tp_llama --dtype bfloat16", 2, "model_checks.py",
+        "    scalar.backward()\n    if reduce:\n",
         "    scalar.backward()\n    if hasattr(model.model.embed_tokens, 'rows'):\n"
         "        layer = model.model.layers[1].self_attn\n"
-        "        layer.v_proj.weight.grad[:layer.head_dim] *= 0.5\n",
+        "        layer.v_proj.weight.grad[:layer.head_dim] *= 0.5\n"
+        "    if reduce:\n",
         "v_proj.weight grad",
     ),
     "in bfloat16 an MLP unit is left out": (
@@ -631,13 +627,16 @@ BUGS = {
     ),
     "with a static cache the mask is dropped": (
         "kv_cache --new-tokens 20", 2, "kv_cache.py",
-        "attention_mask=mask,\n            position_ids",
-        "attention_mask=None if isinstance(cache, StaticCache) else mask,\n"
+        "inputs_embeds=x,\n            attention_mask=mask,\n            position_ids",
+        "inputs_embeds=x,\n            attention_mask=None if isinstance(cache, StaticCache) else "
+        "mask,\n"
         "            position_ids", r"hand-made, cached, static(, a tie at token \d+)?$",
     ),
     "by .generate the mask is dropped": (
-        "kv_cache --new-tokens 20", 2, "kv_cache.py", "count, attention_mask=mask,",
-        "count, attention_mask=mask * 0 + 1,", "hand-made, cached, by .generate",
+        "kv_cache --new-tokens 20", 2, "kv_cache.py",
+        "return harness.hf_generate(model, ids, count, attention_mask=mask,",
+        "return harness.hf_generate(model, ids, count, attention_mask=mask * 0 + 1,",
+        "hand-made, cached, by .generate",
     ),
     "in float64 one rank is off": (
         "tp_mlp --dtype float64", 3, "collectives.py", "return all_reduce(x, group)",
@@ -664,22 +663,22 @@ BUGS = {
         r"MLP torch.allclose\(output, reference, atol=1e-6\)",
     ),
     "the template's input is another": (
-        "tp_attention", 2, "tp_attention.py", "attention_step(parallel, x, torch.sum",
-        "attention_step(parallel, x + 0.01, torch.sum", r"\.sum\(\) output$",
+        "tp_attention", 2, "tp_attention.py", "results = attention_step(parallel, x, torch.sum",
+        "results = attention_step(parallel, x + 0.01, torch.sum", r"\.sum\(\) output$",
     ),
     "the template's gradient is of the mean": (
-        "tp_attention", 2, "tp_attention.py", "attention_step(parallel, x, torch.sum",
-        "attention_step(parallel, x, torch.mean", r"\.sum\(\) input grad$",
+        "tp_attention", 2, "tp_attention.py", "results = attention_step(parallel, x, torch.sum",
+        "results = attention_step(parallel, x, torch.mean", r"\.sum\(\) input grad$",
     ),
     "the example's input is another": (
         "tp_attention --shapes example", 2, "tp_attention.py",
-        "attention_step(parallel, x, *others)",
-        "attention_step(parallel, x + 0.01, *others)", "example output$",
+        "results = attention_step(parallel, x, *others)",
+        "results = attention_step(parallel, x + 0.01, *others)", "example output$",
     ),
     "the example's gradient is of the sum": (
         "tp_attention --shapes example", 2, "tp_attention.py",
-        "attention_step(parallel, x, *others)",
-        "attention_step(parallel, x, torch.sum, *others[1:])", "example input grad$",
+        "results = attention_step(parallel, x, *others)",
+        "results = attention_step(parallel, x, torch.sum, *others[1:])", "example input grad$",
     ),
     "the example's ranks differ in the last bit": (
         "tp_attention --shapes example", 2, "collectives.py", "return all_reduce(x, group)",
@@ -752,8 +751,10 @@ BUGS = {
         "        weights[0].grad.mul_(1 + 1e-7 * ends.rank())", "copies of a parameter",
     ),
     "one stage is not trained": (
-        "pipeline_llama --memory-budget 4", 2, "pipeline_llama.py", "        optimizer.step()",
-        "        optimizer.step() if run.rank else None", "stage, changed by the training",
+        "pipeline_llama --memory-budget 4", 2, "pipeline_llama.py",
+        "        optimizer.step()\n    run.print0",
+        "        optimizer.step() if run.rank else None\n    run.print0",
+        "stage, changed by the training",
     ),
     "under a budget no step is taken": (
         "pipeline_llama --memory-budget 4", 2, "pipeline_llama.py",
@@ -875,7 +876,8 @@ BUGS = {
     ),
     "gradients add up over the steps": (
         "data_parallel --strategy by-hand", 2, "data_parallel.py",
-        "        optimizer.zero_grad()\n        part", "        part", "losses of the training",
+        "        optimizer.zero_grad()\n        part, _ = replica.step",
+        "        part, _ = replica.step", "losses of the training",
     ),
     "each rank validates for itself": (
         "data_parallel --strategy ddp", 2, "data_parallel.py", "all_reduce(sums, group)", "sums",
@@ -894,7 +896,8 @@ BUGS = {
     ),
     "FSDP2 forgets the embedding": (
         "data_parallel --strategy fsdp2", 2, "data_parallel.py",
-        "    fully_shard(model, mesh=mesh)\n", "", "none whole that should be split",
+        "fully_shard(layer, mesh=mesh)\n    fully_shard(model, mesh=mesh)\n",
+        "fully_shard(layer, mesh=mesh)\n", "none whole that should be split",
     ),
     "under a budget another rate is taken": (
         "data_parallel --memory-budget 4 --strategy by-hand", 2, "data_parallel.py",
@@ -904,11 +907,13 @@ BUGS = {
     ),
     "FSDP2's layers are no units": (
         "data_parallel --memory-budget 4 --model tiny", 2, "data_parallel.py",
-        "    if by_layer:\n", "    if False:\n", "each layer a unit: peak",
+        "    if by_layer:\n        for layer", "    if False:\n        for layer",
+        "each layer a unit: peak",
     ),
     "the model is not one unit": (
         "data_parallel --memory-budget 4 --model tiny", 2, "data_parallel.py",
-        "    if by_layer:\n", "    if True:\n", "the model one unit: peak",
+        "    if by_layer:\n        for layer", "    if True:\n        for layer",
+        "the model one unit: peak",
     ),
     "columns of a product are not put side by side in their order": (
         "tp_naive", 2, "collectives.py", "pieces = zip(all_gather(padded, group), shares",
@@ -939,8 +944,8 @@ BUGS = {
         "dx_columns = dy @ w_rows.flip(0).T", "product by rows: dx",
     ),
     "the gradient of rows is of other columns": (
-        "tp_naive", 2, "tp_naive.py", "x_columns = x[:, first:stop]\n    dx",
-        "x_columns = x[:, : stop - first]\n    dx", "product by rows: dw",
+        "tp_naive", 2, "tp_naive.py", "x_columns = x[:, first:stop]\n    dx_columns = dy",
+        "x_columns = x[:, : stop - first]\n    dx_columns = dy", "product by rows: dw",
     ),
     "fc1 is not split": (
         "tp_naive", 2, "tp_naive.py", "keep_shard(linear, 0, first, stop)",
@@ -1027,7 +1032,9 @@ BUGS = {
         "torch.ones_like(labels[:, 1:]).sum()", "loss of the first step",
     ),
     "positions are twice as far apart": (
-        "pretrain_2d --tp 1", 2, "pretrain_2d.py", "positions = torch", "positions = 2 * torch",
+        "pretrain_2d --tp 1", 2, "pretrain_2d.py",
+        "positions = torch.arange(ids.shape[1], device=ids.device)",
+        "positions = 2 * torch.arange(ids.shape[1], device=ids.device)",
         "loss of the first step",
     ),
     "copies are not averaged": (
@@ -1097,8 +1104,9 @@ BUGS = {
         "(bias > torch.inf).all(-1)", "logits",
     ),
     "gradients stop one hop from home": (
-        "ring_attention --layout contiguous", 3, "ring_attention.py", "        if home:\n",
-        "        if False:\n", "input embeddings grad|k_proj",
+        "ring_attention --layout contiguous", 3, "ring_attention.py",
+        "        if home:\n            first, last",
+        "        if False:\n            first, last", "input embeddings grad|k_proj",
     ),
     "gradients on their way are not added to": (
         "ring_attention", 3, "ring_attention.py",
@@ -1106,7 +1114,11 @@ BUGS = {
         "local.get(chunk, dkv * 0).add_(dkv)", "grad",
     ),
     "a block has log-sum-exps of its own": (
-        "ring_attention", 2, "ring_attention.py", "(q, k, v, o, lse)", "(q, k, v, o, lse - 0.01)",
+        "ring_attention", 2, "ring_attention.py",
+        "(o, lse, ctx.rest) = ring, ring_forward(ring, q, k, v)\n"
+        "        ctx.save_for_backward(q, k, v, o, lse)",
+        "(o, lse, ctx.rest) = ring, ring_forward(ring, q, k, v)\n"
+        "        ctx.save_for_backward(q, k, v, o, lse - 0.01)",
         "grad",
     ),
     "in the simplest ring log-sum-exps are not merged": (
@@ -1114,11 +1126,12 @@ BUGS = {
         "(merge(merged, block)[0], block[1]) if merged else block", "simplest ring, .*: outputs",
     ),
     "in the simplest ring gradients do not come home": (
-        "ring_attention --seq-len 24", 2, "ring_attention.py", "        dk, dv = coming  #",
-        "        dk, dv = dkv  #", "simplest ring, .*: (key|value) grad",
+        "ring_attention --seq-len 24", 2, "ring_attention.py",
+        "        wait()\n        dk, dv = coming",
+        "        wait()\n        dk, dv = dkv", "simplest ring, .*: (key|value) grad",
     ),
     "in the simplest ring gradients on their way are dropped": (
-        "ring_attention", 3, "ring_attention.py", "dkv += coming  #", "dkv += 0 * coming  #",
+        "ring_attention", 3, "ring_attention.py", "dkv += coming", "dkv += 0 * coming",
         "simplest ring, .*: (key|value) grad",
     ),
     "in the simplest ring later keys are seen": (
@@ -1138,8 +1151,9 @@ BUGS = {
         "[:, self.order(length).argsort().to(x.device)]", "", "logits",
     ),
     "tokens keep the positions of contiguous shares": (
-        "ring_attention", 2, "sequence.py", "local(position_ids),",
-        "position_ids[:, slice(*shard_range(length, self.parts, self.get_group().rank()))],",
+        "ring_attention", 2, "sequence.py", "mask_info, local(position_ids),",
+        "mask_info, position_ids[:, slice(*shard_range(length, self.parts, "
+        "self.get_group().rank()))],",
         "logits",
     ),
     "packed documents see each other": (
@@ -1196,8 +1210,9 @@ BUGS = {
         "(virtual * (document is row[0]), 0)", "losses",
     ),
     "a packed document is predicted from the one before it": (
-        "ulysses_finetune --pack --peft lora", 2, "ulysses_finetune.py", "places == 0",
-        "places < 0", "losses",
+        "ulysses_finetune --pack --peft lora", 2, "ulysses_finetune.py",
+        "ids.masked_fill(places == 0, -100)\n    if techniques",
+        "ids.masked_fill(places < 0, -100)\n    if techniques", "losses",
     ),
     "filler has a loss": (
         "ulysses_finetune --pack", 2, "documents.py", "pieces.append(ids[sum(map(len, pieces)) :])",
@@ -1221,8 +1236,12 @@ BUGS = {
         "lambda grad: grad", "layernorm.weight grad|same bits",
     ),
     "a gather's gradient is one rank's": (
-        "tp_ulysses --megatron-sp", 2, "megatron_sp.py", "return sum_of(grad, ctx.group), None",
-        "return grad.chunk(ctx.group.size(), 1)[ctx.group.rank()], None", "grad",
+        "tp_ulysses --megatron-sp", 2, "megatron_sp.py",
+        "return whole_of(x, group)\n\n    @staticmethod\n    @once_differentiable\n"
+        "    def backward(ctx, grad):\n        return sum_of(grad, ctx.group), None",
+        "return whole_of(x, group)\n\n    @staticmethod\n    @once_differentiable\n"
+        "    def backward(ctx, grad):\n"
+        "        return grad.chunk(ctx.group.size(), 1)[ctx.group.rank()], None", "grad",
     ),
     "all ranks of a row take the same tokens": (
         "tp_ulysses --megatron-sp", 2, "megatron_sp.py", "(group.size(), -1))[:, group.rank()]",
@@ -1240,13 +1259,16 @@ BUGS = {
         "bytes sent, as the formula has them",
     ),
     "a split sequence's loss is of other words": (
-        "tp_ulysses", 2, "tp_llama.py", "bound(sum_of_vocab_parallel_losses, rows=rows,",
-        "bound(sum_of_vocab_parallel_losses, rows=(rows[0] + 1, rows[1] + 1),", "loss",
+        "tp_ulysses", 2, "tp_llama.py",
+        "model.sum_of_losses = bound(sum_of_vocab_parallel_losses, rows=rows,",
+        "model.sum_of_losses = bound(sum_of_vocab_parallel_losses, rows=(rows[0] + 1, rows[1] + "
+        "1),", "loss",
     ),
     "neighbours deal out tokens backwards": (
         "tp_ulysses --sequence usp --tp 1 --ulysses 2", 4, "usp.py",
-        "ulysses_group.size(), ulysses_group.rank()))]",
-        "ulysses_group.size(), ulysses_group.size() - 1 - ulysses_group.rank()))]", "logits",
+        "len(local), ulysses_group.size(), ulysses_group.rank()))]",
+        "len(local), ulysses_group.size(), ulysses_group.size() - 1 - ulysses_group.rank()))]",
+        "logits",
     ),
     "parts of a mean are averaged": (
         "data_parallel --strategy fsdp2", 2, "data_parallel.py", "(group.size() * part)",
@@ -1272,6 +1294,61 @@ def with_marks():
         if name not in SLOW:
             caught.add(of_check)
         yield pytest.param(name, marks=[pytest.mark.stress] * is_left)
+
+
+def source_of(file):
+    (path,) = [path for path in launch.TASKS.rglob(file) if not path.is_symlink()]
+    return path.read_text()
+
+
+def test_every_bug_has_its_place():
+    for _, _, file, old, new, _ in BUGS.values():
+        text = source_of(file)
+        assert planting.replace(text, old, new) != text
+
+
+BOUND = {ast.FunctionDef: "name", ast.ClassDef: "name", ast.arg: "arg", ast.Name: "id"}
+
+
+def names_in(text):
+    """What a program defines, takes as an argument, assigns or reads."""
+    nodes = (node for node in ast.walk(ast.parse(text)) if type(node) in BOUND)
+    return {getattr(node, BOUND[type(node)]) for node in nodes}
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("name", BUGS)
+def test_renaming_loses_no_bug(name):
+    """Rename, one by one, what the right code of a bug says: the same place is found."""
+    _, _, file, old, new, _ = BUGS[name]
+    text = source_of(file)
+    planted = planting.replace(text, old, new)
+    words = {word for kind, word, *_ in planting.tokens(old) if kind == "name"}
+    for word in words.intersection(names_in(text)) - planting.FIXED:
+        names = {word: f"{word}_renamed"}
+        found = planting.replace(planting.renamed(text, names), old, new)
+        expected = planting.renamed(planted, names)
+        assert ast.dump(ast.parse(found)) == ast.dump(ast.parse(expected)), word
+
+
+RIGHT = "total = all_reduce(\n    x * scale,  # (B, H)\n    group,\n)\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "planted"),
+    [(RIGHT, "total = x * scale\n"),
+     ("y = summed(a * b, ranks)", "y = a * b"),  # renamed, and formatted anew
+     ("y = f(a * b, c)\ntotal = g(x * b, c)", "y = f(a * b, c)\ntotal = x * b"),  # the most names
+     ("y = f(a * a, ranks)", None),  # one name for two
+     ("y = f(a + b, ranks)", None), ("y = f(a * b, ranks)\nz = f(a * b, ranks)", None)],
+)  # fmt: skip
+def test_a_place_is_found_by_its_tokens(text, planted):
+    old, new = "total = all_reduce(x * scale, group)", "total = x * scale"
+    if planted is None:
+        with pytest.raises(ValueError, match="times instead of 1"):
+            planting.replace(text, old, new)
+    else:
+        assert planting.replace(text, old, new) == planted
 
 
 @pytest.mark.parametrize("name", list(with_marks()))

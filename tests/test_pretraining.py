@@ -18,7 +18,8 @@ from checkpoints.sharded_checkpoint import STATES, read_region
 from conftest import make_llama
 from loading.documents import BOT, EOT, PAD, Rows, bigram_loss, load_rows
 from loading.models import TINY, Source
-from test_planted_bugs import plant, refused
+from planting import plant
+from test_planted_bugs import refused
 from test_tasks import QUICK, checks, passed
 from utils.errors import UserError
 

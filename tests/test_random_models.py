@@ -5,7 +5,7 @@ import re
 import pytest
 
 import launch
-from test_planted_bugs import plant
+from planting import plant
 
 FILE = launch.HELPERS / "random_models.py"
 

@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 import launch
-from test_planted_bugs import plant
+from planting import plant
 
 RANDOM = launch.HELPERS / "random_collectives.py"
 MORE = [pytest.param(nproc, 10_000, marks=pytest.mark.stress) for nproc in (2, 3, 4, 8)]

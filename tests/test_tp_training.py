@@ -9,7 +9,8 @@ import torch
 
 import launch
 from harness.memory_profile import record_memory, write_trace
-from test_planted_bugs import plant, refused
+from planting import plant
+from test_planted_bugs import refused
 from utils.errors import UserError
 
 FILE = launch.TASKS / "tp_training.py"
