@@ -38,7 +38,7 @@ from utils.collectives import group_of_axis
 from utils.kernels import attend, attend_backward, bias_of
 from utils.partition import shard_range
 from utils.point_to_point import exchange
-from utils.sequence import SequenceParallelLlama, convert_attention, heads_of
+from utils.sequence import MaskInfo, SequenceParallelLlama, convert_attention, heads_of
 
 # ---------------------------------------------------------------- the technique, simplest form
 
@@ -160,21 +160,21 @@ class Ring:
     3.3.2.)
     """
 
-    def __init__(self, group, length, zigzag, real=None):
-        """length: tokens of the sequence, P or more. real: (B, S), which of them are no padding;
-        or, of whole numbers, each one's document, see `documents_of`.
-        """
+    def __init__(self, group, length, zigzag, mask=None):
+        """length: tokens of the sequence, P or more. mask: `MaskInfo`; by default it sees all."""
         self.group, self.P, self.rank = group, group.size(), group.rank()
-        self.zigzag, self.real = zigzag, real
+        self.zigzag, self.mask = zigzag, mask or MaskInfo(length)
         shares = (shard_range(length, self.P, rank) for rank in range(self.P))
         sizes = [stop - first for first, stop in shares]
         if zigzag:
             sizes = [-(-n // 2) for n in sizes] + [n // 2 for n in reversed(sizes)]
         stops = accumulate(sizes)
         self.tokens = [slice(stop - n, stop) for stop, n in zip(stops, sizes, strict=True)]
-        self.packed = real is not None and real.dtype == torch.long
+        documents = self.mask.documents
         edges = [[min(part.start, length - 1), part.stop - 1] for part in self.tokens]
-        self.ends = real[:, edges].tolist() if self.packed else [[[0, 0]] * len(edges)]
+        self.ends = [[[0, 0]] * len(edges)]  # of one document, 0
+        if documents is not None:
+            self.ends = documents[:, edges].tolist()
         every = range(len(sizes))
         owner = [min(c, len(sizes) - 1 - c) if zigzag else -c for c in every]
         self.last_hop = [  # of a chunk's: on which it comes to the last rank that needs it
@@ -214,13 +214,14 @@ class Ring:
 
     def bias(self, i, j, like):
         """What is added to the scores of chunk i's queries and j's keys; None: nothing."""
-        if self.real is None:
+        real, documents = self.mask.real, self.mask.documents
+        if real is not None:
+            seen = real[:, None, None, self.tokens[j]]
+        elif all(ends[j][0] == ends[i][1] for ends in self.ends):  # all of one document
             return None
-        seen = self.real[:, None, None, self.tokens[j]]
-        if self.packed:
-            if all(ends[j][0] == ends[i][1] for ends in self.ends):  # all of one document
-                return None
-            seen = self.real[:, None, self.tokens[i], None] == seen
+        else:
+            documents = documents[:, None]
+            seen = documents[..., self.tokens[i], None] == documents[..., None, self.tokens[j]]
         if i == j:
             causal = seen.new_ones(self.size(i), self.size(i)).tril()
             seen = (seen | causal.mT) & causal  # padding sees itself, for a query needs a key
@@ -247,7 +248,10 @@ class Ring:
 
 
 def ring_of(group, length, zigzag, mask=None):
-    """The `Ring` of a length and a mask, (B, 1, 1, S); all layers of a forward get the same one."""
+    """The `Ring` of a length and a mask, for all layers of a forward the same one.
+
+    mask: None, or of `MaskInfo.to_tensor`.
+    """
     if mask is None:
         return build_ring(group, length, zigzag, None, None)
     if mask.is_inference():  # its changes are not counted
@@ -262,8 +266,8 @@ def build_ring(group, length, zigzag, mask, version):
     It keeps the mask alive, so that no other tensor can have its identity.
     """
     # A copy: should the mask be changed in place, a backward still needs what its forward saw.
-    real = None if mask is None else mask[:, 0, 0].clone()
-    return Ring(group, length, zigzag, real)
+    info = None if mask is None else MaskInfo.from_tensor(mask.clone())
+    return Ring(group, length, zigzag, info)
 
 
 # ---------------------------------------------------------------- the whole technique: attention
@@ -358,13 +362,14 @@ class RingAttention(torch.autograd.Function):
 def ring_attention(module, query, key, value, attention_mask, dropout=0.0, **kwargs):
     """Attention of this rank's tokens to all; query (B, N, S/P, D), key and value (B, K, S/P, D).
 
-    attention_mask: of `RingLlama.attention_mask_info`, or documents, (B, 1, 1, S). Returns
-    (B, S/P, N, D) and None, as Hugging Face wants it. Raises ValueError for dropout.
+    attention_mask: of `MaskInfo.to_tensor`. Returns (B, S/P, N, D) and None, as Hugging Face wants
+    it. Raises ValueError for dropout.
     """
     if dropout:
         raise ValueError("attention dropout: not in a ring")
-    length, mask = attention_mask.shape[-1], attention_mask if attention_mask.shape[2] else None
-    ring = ring_of(module.get_group(), length, module.zigzag, mask)
+    info = MaskInfo.from_tensor(attention_mask)
+    mask = None if info.sees_all else attention_mask
+    ring = ring_of(module.get_group(), info.length, module.zigzag, mask)
     return RingAttention.apply(query, key, value, ring).transpose(1, 2), None
 
 
@@ -379,13 +384,6 @@ class RingLlama(SequenceParallelLlama):
 
     def gather_tokens(self, x, length):
         return super().gather_tokens(x, length)[:, self.order(length).argsort().to(x.device)]
-
-    @staticmethod
-    def attention_mask_info(length, attention_mask=None, device=None):
-        """Of all tokens, which are no padding, (B, 1, 1, S). If all are, there are no rows."""
-        if attention_mask is None or attention_mask.all():
-            return torch.ones(1, 1, 0, length, dtype=torch.bool, device=device)
-        return attention_mask.bool()[:, None, None]
 
 
 def ring_parallelize(model, mesh, zigzag=True):

@@ -33,7 +33,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import harness
 from utils.collectives import group_of_axis
 from utils.partition import shard_range
-from utils.sequence import SequenceParallelLlama, convert_attention, share_heads
+from utils.sequence import MaskInfo, SequenceParallelLlama, convert_attention, share_heads
 
 # ---------------------------------------------------------------- the technique
 
@@ -70,17 +70,18 @@ def ulysses_attention(module, query, key, value, attention_mask, **kwargs):
     key, value          (B, K, S/P, D)      (S/P, B, max(K/P, 1), D)        (B, max(K/P, 1), S, D)
     output              (B, S, N/P, D)      its tokens, (S/P, B, N/P, D)    (B, S/P, N, D)
 
-    attention_mask: see `sequence_mask`. Returns the output and None, as Hugging Face wants it.
+    attention_mask: of `MaskInfo.to_tensor`. Returns the output and None, as Hugging Face wants it.
     """
-    assert attention_mask is not None, "model.model needs attention_mask=sequence_mask(S)"
-    share = module.get_group(), module.heads, attention_mask.shape[-1]
+    message = "model.model needs attention_mask=model.attention_mask_info(S)"
+    assert attention_mask is not None, message
+    mask = MaskInfo.from_tensor(attention_mask)
+    share = module.get_group(), module.heads, mask.length
     query, key, value = to_heads(query, key, value, *share)
     attend = partial(ALL_ATTENTION_FUNCTIONS["sdpa"], module, **kwargs)
-    if attention_mask.dtype == torch.long:
-        output = by_documents(attend, query, key, value, attention_mask[:, 0, 0])
+    if mask.documents is not None:
+        output = by_documents(attend, query, key, value, mask.documents)
     else:
-        mask = attention_mask if attention_mask.shape[2] > 1 else None  # None: causal
-        output, _ = attend(query, key, value, attention_mask=mask)  # (B, S, n, D)
+        output, _ = attend(query, key, value, attention_mask=mask.full())  # (B, S, n, D)
     return to_tokens(output, *share), None
 
 
@@ -142,8 +143,8 @@ def sequence_parallelize(model, mesh):
     heads, KV heads and tokens are shared out unevenly where they do not divide.
 
     With this rank's tokens only, call `model.model(inputs_embeds=..., position_ids=...,
-    attention_mask=sequence_mask(S))` for their hidden states, (B, S/P, H); which they are says
-    `shard_range(S, P, rank)`.
+    attention_mask=model.attention_mask_info(S))` for their hidden states, (B, S/P, H); which they
+    are says `model.tokens(S)`.
 
     The model may be tensor-parallel, along another axis: then its ranks' heads are shared out.
     Works on a model without memory (device meta) too. Raises UserError for more ranks than query

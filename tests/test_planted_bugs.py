@@ -366,11 +366,11 @@ BUGS = {
     ),
     "the sequence's mask is dropped": (
         "ulysses_forward", 2, "ulysses_forward.py",
-        "attention_mask if attention_mask.shape[2] > 1 else None", "None", "whatever the padding",
+        "attention_mask=mask.full())", "attention_mask=None)", "whatever the padding",
     ),
     "the sequence's mask is not causal": (
-        "ulysses_forward", 2, "sequence.py", "device=attention_mask.device).tril()",
-        "device=attention_mask.device)", "logits",
+        "ulysses_forward", 2, "sequence.py", "causal & self.real[:, None, None]",
+        "self.real[:, None, None] | (causal & False)", "logits",
     ),
     "a short sequence is read to its padded end": (
         "ulysses_forward", 6, "sequence.py", "self.gather_tokens(output.logits, length)[:, :S]",
@@ -1157,12 +1157,13 @@ BUGS = {
         "logits",
     ),
     "packed documents see each other": (
-        "ulysses_forward", 2, "ulysses_forward.py", "attention_mask.dtype == torch.long",
-        "attention_mask.dtype == torch.short", "packed documents",
+        "ulysses_forward", 2, "ulysses_forward.py", "if mask.documents is not None:",
+        "if False:", "packed documents",
     ),
     "a packed document sees those before it": (
-        "ring_attention", 3, "ring_attention.py", "self.tokens[i], None] == seen",
-        "self.tokens[i], None] >= seen", "packed documents",
+        "ring_attention", 3, "ring_attention.py",
+        "documents[..., self.tokens[i], None] == documents",
+        "documents[..., self.tokens[i], None] >= documents", "packed documents",
     ),
     "a packed document's block is taken for one without a border": (
         "ring_attention", 2, "ring_attention.py", "ends[j][0] == ends[i][1]",
@@ -1177,7 +1178,7 @@ BUGS = {
         "packed documents",
     ),
     "one row of one document is enough": (
-        "ring_attention", 2, "ring_attention.py", "if all(ends[j][0]", "if any(ends[j][0]",
+        "ring_attention", 2, "ring_attention.py", "elif all(ends[j][0]", "elif any(ends[j][0]",
         "packed documents",
     ),
     "positions that jump onwards begin no document": (
@@ -1190,7 +1191,7 @@ BUGS = {
     ),
     "a ring takes packed documents for one": (
         "ulysses_finetune --pack --attention ring", 2, "long_sequence.py",
-        "model.zigzag, self.documents)", "model.zigzag)", "losses",
+        "documents=self.documents)", "documents=None)", "losses",
     ),
     "layers taken apart take packed documents for one": (
         "ulysses_finetune --pack", 2, "long_sequence.py", "if self.documents is None:", "if True:",

@@ -12,6 +12,7 @@ from ring_attention import Ring, merge
 from test_tasks import checks, passed
 from utils.kernels import attend, attend_backward, plain, plain_backward
 from utils.partition import shard_range
+from utils.sequence import MaskInfo
 
 FILE = launch.TASKS / "ring_attention.py"
 STRESS = pytest.mark.stress
@@ -72,7 +73,8 @@ def test_documents(P, zigzag):
         places = torch.arange(length)
         documents = torch.stack([(places >= start) for start in starts]).sum(0)[None]
         groups = [SimpleNamespace(size=lambda: P, rank=lambda r=r: r) for r in range(P)]
-        every, met = [Ring(group, length, zigzag, documents) for group in groups], []
+        mask = MaskInfo(length, documents=documents)
+        every, met = [Ring(group, length, zigzag, mask) for group in groups], []
         for ring in every:
             mine = ring.chunks(ring.rank)
             for hop in range(P):

@@ -41,7 +41,7 @@ from utils.adapters import check_by_token
 from utils.collectives import group_of_axis
 from utils.kernels import attend, attend_backward, for_all
 from utils.partition import shard_range
-from utils.sequence import documents_of, sum_of_losses
+from utils.sequence import MaskInfo, documents_of, sum_of_losses
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,8 @@ class Stack:
         self.positions = places[:, own]
         self.attend, self.attend_backward, self.ring = attend, attend_backward, None
         if isinstance(model, RingLlama):  # whose ranks exchange no heads: each is as if alone
-            self.ring = Ring(group, length, model.zigzag, self.documents)
+            mask = MaskInfo(length, documents=self.documents)
+            self.ring = Ring(group, length, model.zigzag, mask)
             self.positions = places[:, self.ring.order()[own]]
             self.attend = partial(ring_forward, self.ring)
             self.attend_backward = partial(ring_backward, self.ring)

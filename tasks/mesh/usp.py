@@ -8,16 +8,16 @@ from ulysses_forward import to_heads, to_tokens
 from utils.collectives import gather_shares, group_of_axis, subgroup
 from utils.llama import held
 from utils.partition import shard_range
-from utils.sequence import convert_attention, share_heads
+from utils.sequence import MaskInfo, convert_attention, share_heads
 
 
 def usp_attention(module, query, key, value, attention_mask, **kwargs):
     """Shapes as `ulysses_attention`'s, among the neighbours.
 
-    attention_mask: what `RingLlama.attention_mask_info` gives.
+    attention_mask: of `MaskInfo.to_tensor`.
     """
-    S, ring = attention_mask.shape[-1], module.get_group()
-    first, stop = shard_range(S, ring.size(), ring.rank())
+    length, ring = MaskInfo.from_tensor(attention_mask).length, module.get_group()
+    first, stop = shard_range(length, ring.size(), ring.rank())
     share = module.get_ulysses_group(), module.heads, stop - first
     query, key, value = to_heads(query, key, value, *share)
     output, _ = ring_attention(module, query, key, value, attention_mask, **kwargs)

@@ -5,6 +5,7 @@ Task 4 and the ring share it; they differ in how tokens attend to those of other
 """
 
 import copy
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -74,24 +75,58 @@ def documents_of(position_ids):
     return (position_ids.diff(prepend=position_ids[:, :1] - 1) != 1).cumsum(1)
 
 
-def sequence_mask(length, attention_mask=None, device=None):
-    """Tell which tokens of the full sequence a token may look at. It goes beside local tokens.
+@dataclass(frozen=True, eq=False)
+class MaskInfo:
+    """What a token may look at, among the tokens of the full sequence that are not later.
 
-    attention_mask: (B, S), 0 where a token is padding. Returns (B, 1, S, S), True where a token may
-    look; or, where nothing is padded, (1, 1, 1, S): one row for all, and the attention is causal.
+    length: of the sequence, S. real: (B, S), False where a token is padding, which no other token
+    sees. documents: (B, S), the number of each token's document: it sees those of its own. Without
+    either, it sees all.
 
-    Its last dim also tells `ulysses_attention` the length S. Hugging Face passes a 4-D mask
-    unchanged to every layer, also when a layer is recomputed in the backward. Not all versions pass
-    other arguments on, and an attribute could by then be another forward's.
+    Layers are given it as a 4-D tensor. Hugging Face passes one unchanged to every layer, also when
+    a layer is recomputed in the backward. Not all versions pass other arguments on, and an
+    attribute could by then be another forward's.
     """
-    if attention_mask is None or attention_mask.all():
-        return torch.ones(1, 1, 1, length, dtype=torch.bool, device=device)
-    causal = torch.ones(length, length, dtype=torch.bool, device=attention_mask.device).tril()
-    seen = causal & attention_mask.bool()[:, None, None]
-    # What would see nothing, left padding, sees itself: else it might become NaN. (Hugging Face
-    # lets it see all or nothing, by version; no other token sees what comes of it.)
-    itself = torch.eye(length, dtype=torch.bool, device=attention_mask.device)
-    return seen | (itself & ~seen.any(-1, keepdim=True))
+
+    length: int
+    real: torch.Tensor | None = None
+    documents: torch.Tensor | None = None
+
+    @property
+    def sees_all(self):
+        """Whether attention is causal, and nothing else."""
+        return self.real is None and self.documents is None
+
+    def to_tensor(self, device=None):
+        """(B, 1, 1, S): of bool `real`, of whole numbers `documents`. Without either, no row."""
+        if self.documents is not None:
+            return self.documents[:, None, None]
+        if self.real is not None:
+            return self.real[:, None, None]
+        return torch.ones(1, 1, 0, self.length, dtype=torch.bool, device=device)
+
+    @classmethod
+    def from_tensor(cls, tensor):
+        """What `to_tensor` was called on."""
+        length, rows = tensor.shape[-1], tensor[:, 0]
+        if not rows.shape[1]:
+            return cls(length)
+        if tensor.dtype == torch.bool:
+            return cls(length, real=rows[:, 0])
+        return cls(length, documents=rows[:, 0])
+
+    def full(self):
+        """(B, 1, S, S), True where a token may look, from `real`; None where attention is causal.
+
+        What would see nothing, left padding, sees itself: else it might become NaN. (Hugging Face
+        lets it see all or nothing, by version; no other token sees what comes of it.)
+        """
+        if self.real is None:
+            return None
+        causal = self.real.new_ones(self.length, self.length).tril()
+        itself = torch.eye(self.length, dtype=torch.bool, device=self.real.device)
+        seen = causal & self.real[:, None, None]
+        return seen | (itself & ~seen.any(-1, keepdim=True))
 
 
 def sum_of_losses(logits, targets):
@@ -155,7 +190,7 @@ class SequenceParallelLlama(LlamaForCausalLM):
             position_ids = torch.arange(S, device=ids.device)[None]
         elif attention_mask is None and (position_ids.diff() != 1).any():
             padded = F.pad(position_ids, (0, length - S)).expand(len(ids), -1)
-            mask_info = documents_of(padded)[:, None, None]
+            mask_info = MaskInfo(length, documents=documents_of(padded)).to_tensor()
         output = super().forward(
             local(input_ids), mask_info, local(position_ids),
             inputs_embeds=local(inputs_embeds), use_cache=False, return_dict=True, **kwargs,
@@ -171,9 +206,14 @@ class SequenceParallelLlama(LlamaForCausalLM):
             output = type(output)(loss=loss, **output)  # the loss first, as in the full model's
         return output.to_tuple() if return_dict is False else output
 
-    # What attention is told; of (length, padding mask, device).
-    attention_mask_info = staticmethod(sequence_mask)
     sum_of_losses = staticmethod(sum_of_losses)  # a model's own, where its vocabulary is split
+
+    @staticmethod
+    def attention_mask_info(length, attention_mask=None, device=None):
+        """What layers are told beside local tokens: see `MaskInfo`. attention_mask: (B, length)."""
+        is_padded = attention_mask is not None and not attention_mask.all()
+        real = attention_mask.bool() if is_padded else None
+        return MaskInfo(length, real).to_tensor(device)
 
     def padded(self, S):
         """S, or more: each rank needs a token. What is added on the right, nobody sees."""
