@@ -1,8 +1,9 @@
 """Neighbour course: data parallelism. Every rank takes other samples, and all take the same step.
 
 Each rank computes the gradients of its part of a batch. Their average over the ranks is the
-gradient of the batch's mean loss, if each rank's loss is scaled for it (`forward_backward`). What a
-rank has after a step and sends in one, of P ranks and W bytes of weights:
+gradient of the batch's mean loss, if each rank's loss is scaled for it: see
+`local_forward_backward`. What a rank has after a step and sends in one, of P ranks and W bytes of
+weights:
 
                 weights     gradients   Adam's states   bytes sent
     by-hand     W           W           2 W             2 (P-1)/P W, after the backward
@@ -149,7 +150,7 @@ def average_gradients(model, mesh=None):
         parameter.grad /= group.size()
 
 
-def forward_backward(model, batch, group):
+def local_forward_backward(model, batch, group):
     """Of this rank's samples: its part of the mean loss over all ranks' labels, and the logits.
 
     batch: ids, mask and labels, (b, S) each. The mean of the ranks' means would weigh a label by
@@ -176,7 +177,7 @@ def shard_fully(model, mesh, by_layer=True):
     fully_shard(model, mesh=mesh)
 
 
-class Replica:
+class DataParallelModel:
     """A Llama of which each rank of a mesh of one axis takes a step with samples of its own.
 
     `model` has the parameters and their names; `called` is what a forward goes through.
@@ -195,8 +196,8 @@ class Replica:
             self.called = DistributedDataParallel(self.model, process_group=self.group, **once)
 
     def step(self, batch):
-        """`forward_backward`, and then the gradients are averages."""
-        result = forward_backward(self.called, batch, self.group)
+        """`local_forward_backward`, and then the gradients are averages."""
+        result = local_forward_backward(self.called, batch, self.group)
         if self.strategy == "by-hand":
             average_gradients(self.model, self.mesh)
         return result
@@ -219,7 +220,7 @@ STRATEGIES = "by-hand", "ddp", "zero1", "fsdp2"
 # ---------------------------------------------------------------- the technique: an epoch
 
 
-def train_epoch(replica, optimizer, batches):
+def train_epoch(parallel, optimizer, batches):
     """Take a step of the optimizer with each of this rank's batches: forward, backward, average.
 
     Yields after each step the batch and this rank's part of its loss: the ranks' parts add up to
@@ -227,17 +228,17 @@ def train_epoch(replica, optimizer, batches):
     """
     for batch in batches:
         optimizer.zero_grad()
-        part, _ = replica.step(batch)
+        part, _ = parallel.step(batch)
         optimizer.step()
         yield batch, part
 
 
 @torch.no_grad()
-def validate(replica, batches, group):
+def validate(parallel, batches, group):
     """Return the mean loss over all labels of all ranks' batches."""
     sums = 0  # of the losses, and of the labels
     for ids, mask, labels in batches:
-        losses = token_losses(replica.logits(ids, mask), labels)
+        losses = token_losses(parallel.logits(ids, mask), labels)
         sums += torch.stack([losses.sum().double(), (labels[:, 1:] != -100).sum()])
     total, count = all_reduce(sums, group).tolist()
     return total / count
@@ -396,65 +397,67 @@ def show(run, args):
     else:
         # In the last batch ranks may have unequal numbers of sequences, or none.
         batch = steps[0] if args.gradients_dir else steps[-1]
-        mine, whole = loading.gather_batch(run, batch)
-        reference = harness.Reference(run, whole)
+        local, full = loading.gather_batch(run, batch)
+        reference = harness.Reference(run, full)
         expected = harness.expect_training(run, reference, batches, args.epochs, args.lr)
     for strategy in STRATEGIES if args.strategy == "all" else [args.strategy]:
-        replica = Replica(run, strategy, mesh)
+        parallel = DataParallelModel(run, strategy, mesh)
         if reference:
             unsplit = () if strategy == "fsdp2" else ("",)
-            run.check_weights(strategy, replica.model, reference.models, whole=unsplit)
+            run.check_weights(strategy, parallel.model, reference.models, unsplit=unsplit)
         if strategy == "by-hand":
-            check_average(run, replica, steps[0])
+            check_average(run, parallel, steps[0])
             if args.gradients_dir:
-                check_files(run, replica, steps[0], args.gradients_dir, reference)
+                check_files(run, parallel, steps[0], args.gradients_dir, reference)
         if reference:
-            step, embedding = partial(replica.step, batch), replica.model.get_input_embeddings()
+            step, embedding = partial(parallel.step, batch), parallel.model.get_input_embeddings()
             reference.check_step(
                 run,
                 strategy,
-                replica.model,
+                parallel.model,
                 step,
                 embedding,
-                rows=mine,
+                rows=local,
                 times=P,
-                optimizer=replica.optimizer,
+                optimizer=parallel.optimizer,
             )
             del step, embedding
         if args.epochs:
-            own = reference.own if reference else 0.0
-            train_by_epochs(run, strategy, replica, batches, args.epochs, args.lr, expected, own)
-        del replica  # before the next one's
+            own_error = reference.own_error if reference else 0.0
+            train_by_epochs(
+                run, strategy, parallel, batches, args.epochs, args.lr, expected, own_error
+            )
+        del parallel  # before the next one's
 
 
-def train_by_epochs(run, strategy, replica, batches, epochs, lr, expected=None, own=0.0):
+def train_by_epochs(run, strategy, parallel, batches, epochs, lr, expected=None, own_error=0.0):
     """Train by AdamW; check losses and memory. Return each epoch's losses, the validation's last.
 
-    batches: to train on, and to validate with. expected, own: the references' losses, and their
-    error at least, see `Run.compare`. Without them the model has its configuration's dropout.
+    batches: to train on, and to validate with. expected, own_error: the references' losses, and
+    their error at least, see `Run.compare`. Without them the model has its configuration's dropout.
     """
     dropout = not expected
     if dropout:
         torch.manual_seed(run.seed + run.rank)  # ranks drop out other numbers
-    model = replica.model.train(dropout)
-    optimizer = replica.optimizer(model.parameters(), torch.optim.AdamW, lr=lr)
-    activations = harness.bytes_kept(model, partial(replica.step, next(iter(batches[0]))))
+    model = parallel.model.train(dropout)
+    optimizer = parallel.optimizer(model.parameters(), torch.optim.AdamW, lr=lr)
+    activations = harness.bytes_kept(model, partial(parallel.step, next(iter(batches[0]))))
     records = run.results.setdefault("epochs", {})[strategy] = []  # of each epoch all ranks'
 
     def all_epochs():
         for epoch in range(epochs):
             model.train(dropout)
-            steps = train_epoch(replica, optimizer, batches[0])
+            steps = train_epoch(parallel, optimizer, batches[0])
             record = harness.record_epoch(run, steps, epoch, len(batches[0]))
             model.eval()
-            record["validation_loss"] = validate(replica, batches[1], replica.group)
+            record["validation_loss"] = validate(parallel, batches[1], parallel.group)
             harness.print_epoch(run, record)
             records.append(run.gather_objects(record))
 
     peaks = harness.peak_memory(run, all_epochs)
     losses = harness.losses_of_epochs(ranks[0] for ranks in records)
     if expected:
-        harness.check_losses(run, strategy, losses, expected, own)
+        harness.check_losses(run, strategy, losses, expected, own_error)
     harness.check_copies(run, f"{strategy}: copies of a parameter, trained", model)
     harness.check_memory(run, strategy, model, optimizer, activations)
     harness.print_pace(run, strategy, records, f"max_mem={max(peaks) / 1e9:.2f}gb")
@@ -471,16 +474,16 @@ def train_within(run, args, mesh, batches):
     harness.warm_up_adam(run)
     for strategy in strategies:
         with harness.limited_to_budget(run, strategy, args.memory_budget):
-            replica = Replica(run, strategy, mesh)
+            parallel = DataParallelModel(run, strategy, mesh)
             losses[strategy] = train_by_epochs(
-                run, strategy, replica, batches, args.epochs, args.lr
+                run, strategy, parallel, batches, args.epochs, args.lr
             )
-            del replica
+            del parallel
     if harness.compares_changes(run):
-        own = harness.error_of_loss(run, loading.gather_batch(run, next(iter(batches[0])))[1])
+        own_error = harness.error_of_loss(run, loading.gather_batch(run, next(iter(batches[0])))[1])
         expected = harness.losses_alone(run, batches, args.epochs, args.lr)
         for strategy in strategies:
-            harness.check_losses(run, strategy, losses[strategy], expected, own)
+            harness.check_losses(run, strategy, losses[strategy], expected, own_error)
     if "fsdp2" in strategies and run.world_size > 1:
         for by_layer in True, False:
             check_peak(run, mesh, by_layer)
@@ -491,7 +494,9 @@ def check_peak(run, mesh, by_layer):
     model = run.load_model(partial(shard_fully, mesh=mesh, by_layer=by_layer)).to(run.device)
     optimizer = torch.optim.AdamW(model.parameters())
     ids = torch.zeros(1, 3, dtype=torch.long, device=run.device)
-    step = partial(forward_backward, model, (ids, torch.ones_like(ids), ids), group_of_axis(mesh))
+    step = partial(
+        local_forward_backward, model, (ids, torch.ones_like(ids), ids), group_of_axis(mesh)
+    )
     step()
     optimizer.step()
     weights, _, states = harness.bytes_held(model, optimizer)
@@ -511,34 +516,34 @@ def check_peak(run, mesh, by_layer):
     run.results.setdefault("peak_bytes", {})[name] = [peak, said]
 
 
-def check_files(run, replica, batch, folder, reference):
+def check_files(run, parallel, batch, folder, reference):
     """Each rank's gradients of a batch go to a file; the file has the single rank's gradients."""
-    replica.step(batch)
-    harness.write_gradients(run, folder, replica.model)
+    parallel.step(batch)
+    harness.write_gradients(run, folder, parallel.model)
     if reference:
         grads = load_file(
             folder / harness.GRADIENTS_FILE.format(rank=run.rank), device=str(run.device)
         )
-        for name, parameter in replica.model.named_parameters():
+        for name, parameter in parallel.model.named_parameters():
             parameter.grad = grads.get(name)
-        reference.compare_gradients(run, "by-hand, in files", replica.model)
-    replica.model.zero_grad()
+        reference.compare_gradients(run, "by-hand, in files", parallel.model)
+    parallel.model.zero_grad()
 
 
-def check_average(run, replica, batch):
+def check_average(run, parallel, batch):
     """Before the average, each rank's gradients are its own; after it, all have the same bits."""
-    forward_backward(replica.model, batch, replica.group)
-    grads = [parameter.grad for parameter in replica.model.parameters()]
+    local_forward_backward(parallel.model, batch, parallel.group)
+    grads = [parameter.grad for parameter in parallel.model.parameters()]
     samples, own = (
         len(set(run.gather_objects(checkpoints.fingerprint(of)))) for of in (batch, grads)
     )
     same = torch.tensor(float(samples - own))
     run.check("by-hand: ranks with the same gradients before the average", [(same, 0 * same)], 0.0)
-    average_gradients(replica.model, replica.mesh)
+    average_gradients(parallel.model, parallel.mesh)
     harness.check_copies(
-        run, "by-hand: copies of a gradient, averaged", replica.model, lambda p: p.grad
+        run, "by-hand: copies of a gradient, averaged", parallel.model, lambda p: p.grad
     )
-    replica.model.zero_grad()
+    parallel.model.zero_grad()
 
 
 if __name__ == "__main__":

@@ -40,10 +40,10 @@ import harness
 from utils.collectives import group_of_axis, reduce_from_region, subgroup
 from utils.errors import UserError
 from utils.gradients import local_part
-from utils.llama import held, next_tokens
+from utils.llama import getter, next_tokens
 from utils.partition import shard_heads
 from utils.shards import (
-    SharedLinear,
+    ReplicatedKVLinear,
     keep_shard,
     local_rows,
     refuse_if_split,
@@ -182,7 +182,7 @@ class WholeHeads(ParallelStyle):
             if mesh.get_local_rank() != 0:
                 module.bias = None  # it must enter the sum over ranks once
         if self.holders:
-            module.__class__, module.get_kv_replica_group = SharedLinear, held(self.holders)
+            module.__class__, module.get_kv_replica_group = ReplicatedKVLinear, getter(self.holders)
         return module
 
 
@@ -276,7 +276,7 @@ def show_mlp(run, mesh):
             f"{name=},\ttype={kind}\tglobal shape={parameter.shape},\tlocal shape={local.shape}"
         )
     run.check_weights("MLP", block, references)
-    expected = run.expect(lambda block: block_step(block, x), references)
+    expected = run.reference_values(lambda block: block_step(block, x), references)
     results = zip(block_step(block, x), expected, strict=True)
     goldens = {"outputs": GOLDEN_OUTPUTS, "input grad": GOLDEN_INPUT_GRAD}
     for (name, golden), (actual, expected) in zip(goldens.items(), results, strict=True):

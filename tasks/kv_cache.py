@@ -154,7 +154,9 @@ def check_generation(run, name, model, choose, prompts, count, expected, referen
     for how, cache in caches.items():
         if expected is None or not results[how].equal(expected):  # after a tie
             expected = results[how]
-            full = run.expect(lambda m, ids=expected: all_at_once(m, ids, mask), references)
+            full = run.reference_values(
+                lambda m, ids=expected: all_at_once(m, ids, mask), references
+            )
         local = [x[:, :, :S].clone() for x in contents(cache)]
         pairs = [
             (x * real, *(y[:, first:stop, :-1] * real for y in all_heads))
@@ -295,7 +297,7 @@ def show(run, args):
             lambda model, logits: choose_from_full_logits(model, full_logits(logits)),
         ),
     }
-    ((expected, *_), *alone) = run.expect(
+    ((expected, *_), *alone) = run.reference_values(
         lambda model: continuations(model, prompts, args.new_tokens), references[:1]
     )
     if run.dtype != torch.bfloat16:  # where equally likely tokens would have to be told apart

@@ -286,7 +286,7 @@ class Pipeline:
 # ---------------------------------------------------------------- what is shown with it
 
 
-def impossible(run, name, number, layers, sizes):
+def reason_against(run, name, number, layers, sizes):
     """Why a schedule cannot be run, or None."""
     m, P = len(sizes), run.world_size
     if number > layers:
@@ -362,7 +362,7 @@ def show(run, args):
     reference = harness.Reference(run, batch)
     for name in [*BY_HAND, *BY_TORCH] if args.schedule == "all" else [args.schedule]:
         number = run.world_size * (args.stages_per_rank if name in SEVERAL else 1)
-        if reason := impossible(run, name, number, len(costs), equal):
+        if reason := reason_against(run, name, number, len(costs), equal):
             if args.schedule != "all" or name == "gpipe":  # which takes most
                 raise UserError(f"{name}: {reason}")
             run.print0(f"note: not {name}: {reason}")
@@ -371,7 +371,7 @@ def show(run, args):
         pipe, sizes = Pipeline(mesh, name, stages, number), equal
         if name in BY_HAND and m > 1 and equal[-1] > 1:  # they need not be equal
             sizes = [equal[0] + 1, *equal[1:-1], equal[-1] - 1]
-        run.check_weights(name, pipe, reference.models, whole=("",))
+        run.check_weights(name, pipe, reference.models, unsplit=("",))
         embedding = embedding_of(pipe.stages[0]) if run.rank == 0 else None
         reference.check_step(run, name, pipe, partial(pipe.step, *batch, sizes), embedding)
 

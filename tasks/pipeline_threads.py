@@ -594,7 +594,7 @@ def show_training(run, args, devices):
             f"note: training is compared of models up to {harness.LARGE / 1e6:.0f} M parameters"
         )
     else:
-        expected, own, trained = expect_epochs(run, batches, args.epochs, args.lr)
+        expected, own_error, trained = expect_epochs(run, batches, args.epochs, args.lr)
     trainers = {mode: Trainer(run, args, mode, stops, devices) for mode in names}
     before = {
         mode: [p.detach().clone() for p in trainer.model.parameters()]
@@ -610,7 +610,7 @@ def show_training(run, args, devices):
     for mode, trainer in trainers.items():
         if expected:
             losses = harness.losses_of_epochs(trainer.records)
-            harness.check_losses(run, mode, losses, expected, own)
+            harness.check_losses(run, mode, losses, expected, own_error)
             for parameter, old in zip(trainer.model.parameters(), before[mode], strict=True):
                 parameter.grad = parameter.detach() - old
             harness.compare_gradients(
@@ -666,8 +666,10 @@ def expect_epochs(run, batches, epochs, lr):
         parameter.exact_grad = exact[0].grad.float() if exact else None
     ids, _, labels = steps[0]
     with torch.no_grad():
-        own = harness.error_of_mean(*(token_losses(one(ids).logits, labels) for one in models))
-    return curves, own, [model]
+        own_error = harness.error_of_mean(
+            *(token_losses(one(ids).logits, labels) for one in models)
+        )
+    return curves, own_error, [model]
 
 
 def train_one(run, trainer, batches, epoch):

@@ -353,8 +353,8 @@ def show(run, args):
     trial = harness.Trial(run, rows, args)
     model = run.load_model(partial(parallelize_2d, mesh=mesh, replicate=args.replicate))
     model.to(run.device)  # FSDP2 looks for the parameters that are there now
-    whole = "" if args.replicate and tp == 1 else "norm"
-    run.check_weights("all", model, trial.references, whole=(whole,))
+    unsplit = "" if args.replicate and tp == 1 else "norm"
+    run.check_weights("all", model, trial.references, unsplit=(unsplit,))
     harness.check_fully_split(run, model, mesh["dp"].size() == 1 or args.replicate)
     with loss_parallel():
         batches = partial(make_batches, mesh=mesh, batch_size=B, device=run.device)

@@ -203,7 +203,7 @@ class Ring:
         together = any(ends[j][1] == ends[i][0] for ends in self.ends)  # in a document
         return i == j or (i > j and self.size(i) > 0 and together)
 
-    def here(self, rank, hop):
+    def chunks_at(self, rank, hop):
         """The chunks of keys and values that a rank has after so many hops."""
         return [c for c in self.chunks(self.along(rank, -hop)) if self.last_hop[c] >= hop]
 
@@ -230,12 +230,13 @@ class Ring:
     def pass_on(self, hop, leaving, k, home=None):
         """Begin a hop: {chunk: what will come}, and the function that waits until it has.
 
-        leaving: {chunk: (2, B, K, tokens, D)} of what is `here`; k: a rank's keys. home: None, or,
-        of gradients, their dtype: the last rank on a chunk's way sends it home, to the first.
+        leaving: {chunk: (2, B, K, tokens, D)} of the `chunks_at` a hop; k: a rank's keys. home:
+        None, or, of gradients, their dtype: the last rank on a chunk's way sends it home, to the
+        first.
         """
         onward, back = self.along(self.rank, 1), self.along(self.rank, -1)
         sends = [(x, onward) for chunk, x in leaving.items() if self.last_hop[chunk] > hop]
-        comes = {chunk: back for chunk in self.here(back, hop) if self.last_hop[chunk] > hop}
+        comes = {chunk: back for chunk in self.chunks_at(back, hop) if self.last_hop[chunk] > hop}
         if home:
             first, last = self.along(self.rank, -hop), self.along(self.rank, hop)
             sends += [(x, first) for chunk, x in leaving.items() if self.last_hop[chunk] == hop]
@@ -403,12 +404,12 @@ def ring_parallelize(model, mesh, zigzag=True):
 # ---------------------------------------------------------------- what is shown with it
 
 
-def comm_bytes_per_layer(model, B, S, group=None, keys=None):
+def comm_bytes_per_layer(model, B, S, group=None, num_kv_heads=None):
     """Bytes that a rank, of so many KV heads, sends in one layer, forward and backward; means."""
     ring, dtype = Ring(group or model.get_group(), S, model.zigzag), model.dtype
     hops = sum(ring.size(chunk) * ring.last_hop[chunk] for chunk in range(len(ring.tokens)))
-    keys = keys or heads_of(model)[1]
-    numbers = 2 * B * hops / ring.P * keys * model.config.head_dim
+    num_kv_heads = num_kv_heads or heads_of(model)[1]
+    numbers = 2 * B * hops / ring.P * num_kv_heads * model.config.head_dim
     wide = torch.promote_types(dtype, torch.float32)
     return numbers * dtype.itemsize, numbers * (dtype.itemsize + wide.itemsize)
 
@@ -452,7 +453,7 @@ def check_simplest(run, group, batch_size, length):
     dtypes = [run.dtype]
     if run.dtype in harness.WIDER:  # what the reference's own rounding is measured against
         dtypes.append(harness.WIDER[run.dtype])
-    expected = run.expect(alone, dtypes if run.rank == 0 else [])
+    expected = run.reference_values(alone, dtypes if run.rank == 0 else [])
     actual = step(ring, [t[:, :, local] for t in qkv], grad[:, :, local])
     kinds = "outputs", "query grad", "key grad", "value grad"
     for kind, ours, theirs in zip(kinds, actual, expected, strict=True):

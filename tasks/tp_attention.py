@@ -32,9 +32,9 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotary
 import harness
 import loading
 from utils.collectives import copy_to_region, group_of_axis, reduce_from_region, subgroup
-from utils.llama import held
+from utils.llama import getter
 from utils.partition import shard_heads
-from utils.shards import SharedLinear, keep_shard
+from utils.shards import ReplicatedKVLinear, keep_shard
 
 ASSIGNMENT = dict(hidden_size=4096, num_attention_heads=32, num_key_value_heads=8)
 SHAPES = "assignment", "llama-3.2-1b"
@@ -71,7 +71,10 @@ def tensor_parallelize_attention(attention, mesh):
     if ranks > num_kv_heads:
         kv_replica_group = subgroup(group, f"of {num_kv_heads}", *kv_replicas)
         for layer in attention.k_proj, attention.v_proj:
-            layer.__class__, layer.get_kv_replica_group = SharedLinear, held(kv_replica_group)
+            layer.__class__, layer.get_kv_replica_group = (
+                ReplicatedKVLinear,
+                getter(kv_replica_group),
+            )
 
     def f(module, args, kwargs):
         return args, kwargs | {"hidden_states": copy_to_region(kwargs["hidden_states"], group)}
@@ -135,7 +138,9 @@ def make_inputs(run, config, batch_size, seq_len):
 def compare_template(run, title, references, parallel, x, *others):
     """The test of the assignment's template: the forward, and .sum().backward() to the input."""
     results = attention_step(parallel, x, torch.sum, *others)
-    expected = run.expect(lambda layer: attention_step(layer, x, torch.sum, *others), references)
+    expected = run.reference_values(
+        lambda layer: attention_step(layer, x, torch.sum, *others), references
+    )
     run.print0(f"--- {title}, .sum().backward()")
     for kind, name, actual, values in zip(
         ("outputs", "input grad"), ("output", "input grad"), results, expected, strict=True
@@ -159,7 +164,7 @@ def compare(run, title, reference, parallel, batch_size, seq_len):
         if kind == "causal, padded":  # no loss comes from padding
             upstream[-1, : seq_len // 3] = 0
         y, x_grad = attention_step(parallel, x, loss, rotary_tables, mask)
-        expected_y, expected_x_grad = run.expect(
+        expected_y, expected_x_grad = run.reference_values(
             lambda layer, mask=mask: attention_step(layer, x, loss, rotary_tables, mask), references
         )
         run.print0(f"--- {title}, {kind}")
@@ -242,7 +247,7 @@ def show_example(run):
     mask = make_masks(1, 128, run.dtype, run.device)["bidirectional"]
     others = torch.norm, rotary_tables, mask
     results = attention_step(parallel, x, *others)
-    expected = run.expect(lambda layer: attention_step(layer, x, *others), references)
+    expected = run.reference_values(lambda layer: attention_step(layer, x, *others), references)
     run.print0("--- example: layer 5 of llama-3.2-1b, .norm().backward()")
     for name, actual, values in zip(("output", "input.grad"), results, expected, strict=True):
         run.print0(f"{name}={actual.cpu()}")

@@ -39,9 +39,15 @@ from utils.collectives import (
     subgroup,
 )
 from utils.errors import UserError
-from utils.llama import bound, held, next_tokens
+from utils.llama import bind, getter, next_tokens
 from utils.partition import shard_heads, shard_range
-from utils.shards import SharedLinear, keep_shard, local_rows, refuse_if_split, with_full_logits
+from utils.shards import (
+    ReplicatedKVLinear,
+    keep_shard,
+    local_rows,
+    refuse_if_split,
+    with_full_logits,
+)
 
 # ---------------------------------------------------------------- the technique
 
@@ -82,8 +88,8 @@ def tensor_parallelize(model, mesh, vocab_parallel=True, region_ops=None):
         for projection in attention.k_proj, attention.v_proj:
             keep_shard(projection, 0, keys[0] * D, keys[1] * D)
             if ranks > num_kv_heads:
-                projection.__class__ = SharedLinear
-                projection.get_kv_replica_group = held(kv_replica_group)
+                projection.__class__ = ReplicatedKVLinear
+                projection.get_kv_replica_group = getter(kv_replica_group)
         keep_shard(attention.o_proj, 1, queries[0] * D, queries[1] * D)
         attention.num_key_value_groups = (queries[1] - queries[0]) // (keys[1] - keys[0])
 
@@ -92,8 +98,8 @@ def tensor_parallelize(model, mesh, vocab_parallel=True, region_ops=None):
         keep_shard(mlp.down_proj, 1, *units)
 
         for block, last in (attention, attention.o_proj), (mlp, mlp.down_proj):
-            block.register_forward_pre_hook(bound(f, enter=enter, group=group), with_kwargs=True)
-            last.register_forward_hook(bound(g, leave=leave, group=group))
+            block.register_forward_pre_hook(bind(f, enter=enter, group=group), with_kwargs=True)
+            last.register_forward_hook(bind(g, leave=leave, group=group))
             if rank != 0:
                 last.bias = None  # it must enter the sum over ranks once: rank 0 adds it
 
@@ -129,12 +135,12 @@ def split_vocabulary(model, group, enter=copy_to_region):
     else:
         keep_shard(head, 0, *rows)
     embedding.__class__ = VocabParallelEmbedding
-    embedding.get_group = held(group)
+    embedding.get_group = getter(group)
     embedding.rows, embedding.num_embeddings = rows, vocab_size  # it looks up all of them
-    head.register_forward_pre_hook(bound(f, enter=enter, group=group), with_kwargs=True)
-    model.sum_of_losses = bound(sum_of_vocab_parallel_losses, rows=rows, group=group)
-    model.loss_function = bound(vocab_parallel_loss, rows=rows, group=group)
-    gather = bound(gather_shares, dim=-1, size=vocab_size, group=group)
+    head.register_forward_pre_hook(bind(f, enter=enter, group=group), with_kwargs=True)
+    model.sum_of_losses = bind(sum_of_vocab_parallel_losses, rows=rows, group=group)
+    model.loss_function = bind(vocab_parallel_loss, rows=rows, group=group)
+    gather = bind(gather_shares, dim=-1, size=vocab_size, group=group)
     model.register_forward_hook(with_full_logits(gather), with_kwargs=True)
 
 
@@ -245,8 +251,8 @@ def show(run, args):
     if args.vocab_parallel:
         harness.show_model(run, harness.Workload.of(args), parallelize)
     else:
-        whole = "norm", "embed_tokens", "lm_head"
-        harness.show_model(run, harness.Workload.of(args), parallelize, harness.plain_loss, whole)
+        unsplit = "norm", "embed_tokens", "lm_head"
+        harness.show_model(run, harness.Workload.of(args), parallelize, harness.plain_loss, unsplit)
 
 
 if __name__ == "__main__":

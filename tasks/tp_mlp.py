@@ -138,7 +138,9 @@ def compare(run, title, reference, parallel, x):
     # As the assignment has it: .sum() as the loss. expected_y: the reference's, and below float64
     # the wider reference's, against which `tolerance.py` holds both.
     y, x_grad = block_step(parallel, x)
-    expected_y, expected_x_grad = run.expect(lambda block: block_step(block, x), references)
+    expected_y, expected_x_grad = run.reference_values(
+        lambda block: block_step(block, x), references
+    )
     run.print0(f"--- {title}")
     run.show_as_asked(title, "outputs", expected_y[0], y)
     run.show_as_asked(title, "input grad", expected_x_grad[0], x_grad)
@@ -151,7 +153,7 @@ def compare(run, title, reference, parallel, x):
     torch.manual_seed(run.seed)
     upstream = torch.randn_like(x)
     actual = block_step(parallel, x, upstream)[1]
-    (expected,) = run.expect(lambda block: block_step(block, x, upstream)[1:], references)
+    (expected,) = run.reference_values(lambda block: block_step(block, x, upstream)[1:], references)
     run.check(f"{title}, random upstream: input grad", [(actual, *expected)])
     run.check_gradients(f"{title}, random upstream:", parallel, references)
 

@@ -267,13 +267,13 @@ def show_training(run, title, reference, model, args):
     run.print0(f"--- two layers, {title}")
     run.print0(f"model of one rank: {reference}")
     run.print_in_order(f"model (rank={run.rank}): {model}")
-    run.check_weights(title, model, references, whole=())
+    run.check_weights(title, model, references, unsplit=())
     run.longest_sum = max(model.size, model.hidden_size)  # nothing here sums over a vocabulary
     torch.manual_seed(run.seed + 1)  # x and target: on every rank the same, and not the weights
     x, target = torch.randn(2, args.batch_size, model.size, dtype=torch.float32)
     x, target = x.to(run.device, run.dtype), target.to(run.device, run.dtype)
     for number in range(args.iterations):
-        expected = run.expect(lambda layers: train_step(layers, x, target), references)
+        expected = run.reference_values(lambda layers: train_step(layers, x, target), references)
         actual = train_step(model, x, target)
         compare(run, f"{title}, iteration {number}", model, references, actual, expected, args.lr)
         for trained in (model, *references[:1]):
@@ -300,8 +300,8 @@ def compare(run, title, model, references, actual, expected, lr):
     run.show("input grad", expected_x_grad[0], x_grad)
     run.check(f"{title}: outputs", [(y, *expected_y)])
     # Chance decides how far off a single number is: by as much as what it is the mean of.
-    own = harness.error_of_mean(*expected_errors)
-    run.check(f"{title}: loss", [(loss, *expected_losses)], own=own)
+    own_error = harness.error_of_mean(*expected_errors)
+    run.check(f"{title}: loss", [(loss, *expected_losses)], own_error=own_error)
     run.check(f"{title}: input grad", [(x_grad, *expected_x_grad)])
     run.check_gradients(f"{title}:", model, references)
 

@@ -102,10 +102,10 @@ def show(run, args):
         return profile(run, mesh, args)
     if args.memory_budget:
         return train_within(run, mesh, args)
-    whole = [one for one in [run.load_reference()] if one]
+    references = [one for one in [run.load_reference()] if one]
     for name, (split, _) in SPLITS.items():
-        check_split(run, name, run.load_model(partial(split, mesh=mesh)), whole)
-    del whole
+        check_split(run, name, run.load_model(partial(split, mesh=mesh)), references)
+    del references
     tokens = len(run.tokenizer(args.text)["input_ids"]) if run.tokenizer else 9
     if tokens < 3:
         raise UserError(f"--text {args.text!r}: {tokens} tokens, too short, use 3 or more")
@@ -118,7 +118,7 @@ def check_split(run, name, model, references=None):
     """A model's weights are slices of the whole one's, all that its split is of."""
     if references is None:
         references = [one for one in [run.load_reference()] if one]
-    run.check_weights(name, model, references, whole=("norm", *SPLITS[name][1]))
+    run.check_weights(name, model, references, unsplit=("norm", *SPLITS[name][1]))
 
 
 def show_training(run, mesh, batch, lr, iterations, splits=SPLITS):
@@ -145,9 +145,9 @@ def show_training(run, mesh, batch, lr, iterations, splits=SPLITS):
 
         return trained(model, loss), torch.stack(kept).detach()
 
-    expected, tokens = run.expect(expect, references)
+    expected, tokens = run.reference_values(expect, references)
     # Rounded weights shift all later losses alike: their errors are not independent.
-    own = harness.LIMITS["rms"] * harness.error_of_mean(*tokens)
+    own_error = harness.LIMITS["rms"] * harness.error_of_mean(*tokens)
     harness.refuse_if_endless(expected[0], lr)
     for wide in references[1:]:
         for parameter, of in zip(references[0].parameters(), wide.parameters(), strict=True):
@@ -159,7 +159,7 @@ def show_training(run, mesh, batch, lr, iterations, splits=SPLITS):
         loss = harness.plain_loss if name == "TP" else harness.own_loss
         table[name] = trained(model, loss)
         compared = [of if exactly else of[:1] for of in (table[name], *expected)]
-        run.check(f"{name}, {title}: losses", [compared], own=own)
+        run.check(f"{name}, {title}: losses", [compared], own_error=own_error)
         if exactly:
             changes = f"{name}, {title}: changes by {iterations} iterations"
             harness.compare_gradients(run, changes, model, references, only)
@@ -205,10 +205,12 @@ def train_within(run, mesh, args):
     harness.refuse_if_endless(losses, args.lr)
     references = run.references(run.load_reference())
     with torch.no_grad():  # of which rank 0 has memory for the forward, without a limit
-        expected = run.expect(partial(losses_by_sequence, ids, labels), references)[0]
+        expected = run.reference_values(partial(losses_by_sequence, ids, labels), references)[0]
     means = [mean_loss(of, labels) for of in expected]
     run.check(
-        "loss of the first iteration", [(losses[0], *means)], own=harness.error_of_mean(*expected)
+        "loss of the first iteration",
+        [(losses[0], *means)],
+        own_error=harness.error_of_mean(*expected),
     )
 
 
@@ -226,18 +228,18 @@ def profile(run, mesh, args):
     first, stop = shard_range(V, run.world_size, run.rank)
     bound = 1e-2 if run.dtype == torch.bfloat16 else 1e-5  # Hugging Face's loss is in float32
     for name, columns in ("one process", V), ("TP", V), ("TP + loss parallel", stop - first):
-        split, mine = SPLITS.get(name, [None])[0], None
+        split, local = SPLITS.get(name, [None])[0], None
         trace = harness.trace_of(args.trace, name) if args.trace and run.rank == 0 else None
         if split or run.rank == 0:
             model = run.load_model(split and partial(split, mesh=mesh))
             if split:
                 check_split(run, name, model)
-            mine, recorded = harness.record_step(model, ids, columns)
+            local, recorded = harness.record_step(model, ids, columns)
             del model
         run.together(partial(harness.write_trace, recorded, trace) if trace else lambda: None)
-        memory[name] = [one for one in run.gather_objects(mine) if one]
+        memory[name] = [one for one in run.gather_objects(local) if one]
         if split:
-            losses = mine["loss"], memory["one process"][0]["loss"]
+            losses = local["loss"], memory["one process"][0]["loss"]
             loss, expected = (torch.tensor(of, dtype=torch.float64) for of in losses)
             run.check(f"{name}: loss", [(loss, expected)], tolerance=bound * expected.item())
         most = max(memory[name], key=lambda one: one["peak"])
@@ -249,10 +251,10 @@ def profile(run, mesh, args):
         )
         if trace:
             print(f"trace of rank 0, {name}: {trace}", flush=True)
-    alone, whole, split = (max(of["peak"] for of in one) for one in memory.values())
+    alone, tp, both = (max(of["peak"] for of in one) for one in memory.values())
     run.print0(
-        f"peak beyond the weights, of one process's: TP {whole / alone:.0%}, TP + loss "
-        f"parallel {split / alone:.0%}, which is {split / whole:.0%} of TP's"
+        f"peak beyond the weights, of one process's: TP {tp / alone:.0%}, TP + loss "
+        f"parallel {both / alone:.0%}, which is {both / tp:.0%} of TP's"
     )
     sizes = {"batch_size": args.batch_size, "seq_len": args.seq_len, "tokens": ids.numel()}
     run.results["memory"] = memory | sizes | {"vocab_size": V}

@@ -38,7 +38,7 @@ from utils.collectives import (
 )
 from utils.errors import UserError
 from utils.partition import shard_heads, shard_range, sides_of
-from utils.shards import SharedLinear
+from utils.shards import ReplicatedKVLinear
 
 # ---------------------------------------------------------------- the technique
 
@@ -89,12 +89,14 @@ def parallelize_tp_sp(model, mesh, sequence="ulysses", megatron_sp=False, ulysse
     return model
 
 
-def ulysses_degree(ranks, keys, machine):
+def ulysses_degree(ranks, num_kv_heads, machine):
     """The size of a Ulysses group: at least one KV head for each rank, and all on one machine.
 
     (More would send KV heads twice, or all heads from machine to machine.) machine: ranks on one.
     """
-    return max(u for u in range(1, ranks + 1) if ranks % u == 0 and u <= max(1, min(keys, machine)))
+    return max(
+        u for u in range(1, ranks + 1) if ranks % u == 0 and u <= max(1, min(num_kv_heads, machine))
+    )
 
 
 # ---------------------------------------------------------------- what is shown with it
@@ -115,19 +117,20 @@ def comm_bytes_per_layer(model, B, S, mesh, sequence, megatron_sp):
         shares = [shard_range(S, ring.size(), rank) for rank in range(ring.size())]
         exchange = partial(ulysses_forward.comm_bytes_per_layer, model, B, group=ulysses_group)
         exchanged = sum(exchange(stop - start) for start, stop in shares) / ring.size()
-        keys = (
+        num_kv_heads = (
             sum(ulysses_forward.split_sizes(ulysses_group, attention.heads, S)[2])
             / ulysses_group.size()
         )
         sent = [
-            exchanged + of for of in ring_attention.comm_bytes_per_layer(model, B, S, ring, keys)
+            exchanged + of
+            for of in ring_attention.comm_bytes_per_layer(model, B, S, ring, num_kv_heads)
         ]
     e, H = model.dtype.itemsize, model.config.hidden_size
     half = (P - 1) / P * B * S / mesh["sp"].size() * H * e  # of an all-reduce
     # Two blocks a layer, and the embedding; backward, what is summed of weights, too.
     forward, backward = (4 * L + 1, 4 * L + 1) if megatron_sp else (4 * L + 2, 4 * L)
     weights = megatron_sp * (2 + 1 / L) * 2 * (P - 1) / P * H * e
-    if isinstance(attention.k_proj, SharedLinear):  # several ranks hold one KV head
+    if isinstance(attention.k_proj, ReplicatedKVLinear):  # several ranks hold one KV head
         holders = attention.k_proj.get_kv_replica_group().size()
         inputs = H + (attention.k_proj.bias is not None)
         weights += 4 * (holders - 1) / holders * attention.head_dim * inputs * e
@@ -182,14 +185,14 @@ def show(run, args):
     sp, tp = sides_of(run.world_size, "sp", "tp", args.sp, tp)
     nothing = "; --megatron-sp: nothing to split along tp" * (args.megatron_sp and tp == 1)
     run.print0(f"mesh: sp={sp} x tp={tp}{nothing}")
-    mesh, u = run.rectangle("sp", "tp", tp), 1
+    mesh, u = run.mesh_2d("sp", "tp", tp), 1
     if args.sequence == "usp":
-        keys = max(1, config.num_key_value_heads // tp)
+        num_kv_heads = max(1, config.num_key_value_heads // tp)
         machine = int(os.environ.get("LOCAL_WORLD_SIZE", run.world_size)) // tp
-        u = args.ulysses or ulysses_degree(sp, keys, machine)
+        u = args.ulysses or ulysses_degree(sp, num_kv_heads, machine)
         run.print0(
             f"sequence: {u} neighbours exchange heads, in rings of {sp // u} (sp {sp}, "
-            f"{keys} KV heads of a rank, {machine} of these on a machine)"
+            f"{num_kv_heads} KV heads of a rank, {machine} of these on a machine)"
             f"{': plain Ulysses' * (u == sp)}"
         )
     elif args.ulysses:
@@ -208,16 +211,15 @@ def show(run, args):
             sum(of) / run.world_size for of in zip(*run.gather_objects(local), strict=True)
         )
 
-    def held(model, S):
+    def tokens_of(model, S):
         local = torch.arange(S)[model.tokens(S)]
         return local.view(tp, -1)[mesh["tp"].get_local_rank()] if args.megatron_sp else local
 
     # Of more than two ranks, sums of few bytes by gloo, or in half precision, are other messages.
     exact = tp <= 2 or dist.get_backend(mesh["tp"].get_group()) == SHARED_MEMORY
-    whole = "norm" if tp > 1 else ""
-    harness.show_sequence(
-        run, harness.Workload.of(args), mesh["sp"], parallelize, bytes_of, held, (whole,), exact
-    )
+    unsplit = "norm" if tp > 1 else ""
+    workload, how = harness.Workload.of(args), {"unsplit": (unsplit,), "exact": exact}
+    harness.show_sequence(run, workload, mesh["sp"], parallelize, bytes_of, tokens_of, **how)
 
 
 if __name__ == "__main__":

@@ -148,7 +148,7 @@ def replicas(ids, mesh):
             data_parallel.shard_fully(model, mesh)
         for part in ids.chunk(K):
             own = split_by_rank(part, mesh)
-            data_parallel.forward_backward(called, (own, torch.ones_like(own), own), group)
+            data_parallel.local_forward_backward(called, (own, torch.ones_like(own), own), group)
             if strategy == "each":
                 data_parallel.average_gradients(model, mesh)
         if strategy == "last":
@@ -211,7 +211,7 @@ def no_labels(ids, mesh):
         model = ordinary()
         split(model)
         batch = own, torch.ones_like(own), own_labels
-        return model, data_parallel.forward_backward(model, batch, group)[0]
+        return model, data_parallel.local_forward_backward(model, batch, group)[0]
 
     def of_pretraining():
         mesh = init_device_mesh("cpu", (P, 1), mesh_dim_names=("dp", "tp"))

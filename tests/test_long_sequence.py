@@ -24,7 +24,7 @@ from harness.float64 import compute_in_float64
 from harness.memory_profile import record_memory
 from memory import saved_outputs
 from memory.head_groups import plan_rounds
-from memory.long_sequence import Techniques, possible, sequence_loss
+from memory.long_sequence import Techniques, sequence_loss, supported_techniques
 from utils.kernels import cpu_kernel_supports_gqa
 
 SCRIPT = launch.TASKS / "ulysses_finetune.py"
@@ -212,7 +212,7 @@ OBSTACLES = {
 def test_what_the_fast_path_does_not_carry(why, alone):
     """It falls back to whole layers, recomputed, and says why; and is right."""
     model = OBSTACLES[why]()
-    techniques, said = possible(model, Techniques())
+    techniques, said = supported_techniques(model, Techniques())
     assert said == why and techniques.backward == "checkpoint" and not techniques.head_groups
     torch.manual_seed(2)
     loss, grad = run_step(model, techniques, alone)
@@ -226,12 +226,12 @@ def test_adapter_of_the_head(alone):
     torch.manual_seed(0)
     config = LoraConfig(target_modules=["q_proj", "lm_head"], init_lora_weights=False)
     model = get_peft_model(small_llama(), config).get_base_model().double()
-    techniques, why = possible(model, Techniques())
+    techniques, why = supported_techniques(model, Techniques())
     assert not techniques.tiled_loss and techniques.backward == "saved-outputs" and "adapter" in why
     attention = model.model.layers[2].self_attn
     attention.__class__ = type("Other", (type(attention),), {})
     with pytest.raises(ValueError, match="Other cannot be taken apart"):
-        possible(model, Techniques())
+        supported_techniques(model, Techniques())
 
 
 def test_biases_are_carried(alone):
@@ -239,7 +239,7 @@ def test_biases_are_carried(alone):
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
     compute_in_float64(model)
-    assert possible(model, Techniques())[1] is None
+    assert supported_techniques(model, Techniques())[1] is None
     fast = run_step(model, Techniques(tile_bytes=4096), alone)
     weights = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
@@ -305,10 +305,10 @@ def test_kernels_that_a_gpu_has(dtype, head_dim, capability, left, monkeypatch):
     """Where none gives log-sum-exps, layers are recomputed, and that is said."""
     sizes = dict(hidden_size=8, num_attention_heads=2, num_hidden_layers=1, head_dim=head_dim)
     model = LlamaForCausalLM(LlamaConfig(vocab_size=8, intermediate_size=8, **sizes)).to(dtype)
-    assert possible(model, Techniques())[0].backward == "saved-outputs"  # on a CPU
+    assert supported_techniques(model, Techniques())[0].backward == "saved-outputs"  # on a CPU
     monkeypatch.setattr(LlamaForCausalLM, "device", torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    techniques, why = possible(model, Techniques())
+    techniques, why = supported_techniques(model, Techniques())
     assert techniques.backward == left and (why is None) == (left == "saved-outputs")
 
 

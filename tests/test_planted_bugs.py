@@ -200,7 +200,7 @@ BUGS = {
     ),
     "the model's shared KV heads do not add": (
         "tp_llama", 4, "tp_llama.py",
-        "projection.__class__ = SharedLinear", "pass",
+        "projection.__class__ = ReplicatedKVLinear", "pass",
         "k_proj.weight grad",
     ),
     "no g behind the embedding": (
@@ -217,7 +217,7 @@ BUGS = {
     ),
     "no f before the LM head": (
         "tp_llama", 2, "tp_llama.py",
-        "head.register_forward_pre_hook(bound(f, enter=enter, group=group), with_kwargs=True)\n"
+        "head.register_forward_pre_hook(bind(f, enter=enter, group=group), with_kwargs=True)\n"
         "    model.sum_of_losses", "model.sum_of_losses", "grad",
     ),
     "sum of exponentials of this rank alone": (
@@ -446,7 +446,7 @@ BUGS = {
         "sum_gradients(parameters, mesh)", "pass", "losses|grad",
     ),
     "trained from where the check ended": (
-        "ulysses_finetune --no-long-sequence", 2, "training_checks.py",
+        "ulysses_finetune --no-long-sequence", 2, "adapter_checks.py",
         "parameter.copy_(values[name])", "pass", "losses of the training, as checked",
     ),
     "nothing is recomputed, in eval mode": (
@@ -876,8 +876,8 @@ BUGS = {
     ),
     "gradients add up over the steps": (
         "data_parallel --strategy by-hand", 2, "data_parallel.py",
-        "        optimizer.zero_grad()\n        part, _ = replica.step",
-        "        part, _ = replica.step", "losses of the training",
+        "        optimizer.zero_grad()\n        part, _ = parallel.step",
+        "        part, _ = parallel.step", "losses of the training",
     ),
     "each rank validates for itself": (
         "data_parallel --strategy ddp", 2, "data_parallel.py", "all_reduce(sums, group)", "sums",
@@ -885,13 +885,14 @@ BUGS = {
     ),
     "gradients go to their file before the average": (
         "data_parallel --strategy by-hand", 2, "data_parallel.py",
-        "    replica.step(batch)\n    harness.write_gradients(",
-        "    forward_backward(replica.model, batch, replica.group)\n    harness.write_gradients(",
+        "    parallel.step(batch)\n    harness.write_gradients(",
+        "    local_forward_backward(parallel.model, batch, parallel.group)\n"
+        "    harness.write_gradients(",
         "by-hand, in files: gradients",
     ),
     "a file has the gradients of another batch": (
         "data_parallel --strategy by-hand", 2, "data_parallel.py",
-        "check_files(run, replica, steps[0],", "check_files(run, replica, steps[-1],",
+        "check_files(run, parallel, steps[0],", "check_files(run, parallel, steps[-1],",
         "by-hand, in files: gradients",
     ),
     "FSDP2 forgets the embedding": (
@@ -901,8 +902,8 @@ BUGS = {
     ),
     "under a budget another rate is taken": (
         "data_parallel --memory-budget 4 --strategy by-hand", 2, "data_parallel.py",
-        "args.epochs, args.lr\n            )\n            del replica",
-        "args.epochs, 2 * args.lr\n            )\n            del replica",
+        "args.epochs, args.lr\n            )\n            del parallel",
+        "args.epochs, 2 * args.lr\n            )\n            del parallel",
         "losses of the training",
     ),
     "FSDP2's layers are no units": (
@@ -1250,7 +1251,7 @@ BUGS = {
     ),
     "gradients are added up along the wrong axis": (
         "tp_ulysses --model random/small --num-layers 1", 4, "tp_ulysses.py",
-        'Workload.of(args), mesh["sp"],', 'Workload.of(args), mesh["tp"],', "grad",
+        'run, workload, mesh["sp"],', 'run, workload, mesh["tp"],', "grad",
     ),
     "a block's sum is sent twice": (
         "tp_ulysses", 2, "collectives.py",
@@ -1261,8 +1262,8 @@ BUGS = {
     ),
     "a split sequence's loss is of other words": (
         "tp_ulysses", 2, "tp_llama.py",
-        "model.sum_of_losses = bound(sum_of_vocab_parallel_losses, rows=rows,",
-        "model.sum_of_losses = bound(sum_of_vocab_parallel_losses, rows=(rows[0] + 1, rows[1] + "
+        "model.sum_of_losses = bind(sum_of_vocab_parallel_losses, rows=rows,",
+        "model.sum_of_losses = bind(sum_of_vocab_parallel_losses, rows=(rows[0] + 1, rows[1] + "
         "1),", "loss",
     ),
     "neighbours deal out tokens backwards": (

@@ -41,15 +41,15 @@ def test_who_has_what(P, zigzag):
             tokens = torch.cat([torch.arange(length)[ring.tokens[chunk]] for chunk in mine])
             assert torch.equal(order[first:stop], tokens)
             for hop in range(P):
-                here = ring.here(rank, hop)
+                here = ring.chunks_at(rank, hop)
                 pairs = [(i, j) for i, j in product(mine, here) if j <= i]
                 met.append((rank, pairs))
                 assert not hop or length < 2 * P or {j for _, j in pairs} == set(here)
                 hops += hop and sum(map(ring.size, here))
                 # What comes is what the rank before had, and has not been the last to need.
                 before = ring.along(rank, -1)
-                assert set(ring.here(rank, hop + 1) if hop + 1 < P else []) <= set(
-                    ring.here(before, hop)
+                assert set(ring.chunks_at(rank, hop + 1) if hop + 1 < P else []) <= set(
+                    ring.chunks_at(before, hop)
                 )
         chunks = [c for c in range(len(ring.tokens)) if ring.size(c)]
         assert sorted(pair for _, pairs in met for pair in pairs) == [
@@ -78,7 +78,7 @@ def test_documents(P, zigzag):
         for ring in every:
             mine = ring.chunks(ring.rank)
             for hop in range(P):
-                here = ring.here(ring.rank, hop)
+                here = ring.chunks_at(ring.rank, hop)
                 met += [(i, j) for i, j in product(mine, here) if ring.needs(i, j)]
         assert len(set(met)) == len(met)
         seen = torch.zeros(length, length, dtype=torch.bool)

@@ -68,10 +68,16 @@ def test_both_at_once(sp, tp, ulysses, odd_llama, tmp_path):
 
 
 def test_how_many_neighbours():
-    assert ulysses_degree(8, keys=4, machine=8) == 4
-    assert ulysses_degree(8, keys=8, machine=2) == 2  # the ring goes from machine to machine
-    assert ulysses_degree(6, keys=4, machine=6) == 3
-    assert ulysses_degree(5, keys=4, machine=5) == ulysses_degree(4, keys=1, machine=0) == 1
+    assert ulysses_degree(8, num_kv_heads=4, machine=8) == 4
+    assert (
+        ulysses_degree(8, num_kv_heads=8, machine=2) == 2
+    )  # the ring goes from machine to machine
+    assert ulysses_degree(6, num_kv_heads=4, machine=6) == 3
+    assert (
+        ulysses_degree(5, num_kv_heads=4, machine=5)
+        == ulysses_degree(4, num_kv_heads=1, machine=0)
+        == 1
+    )
 
 
 @pytest.mark.parametrize(("flags", "message"), [

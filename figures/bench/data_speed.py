@@ -14,7 +14,7 @@ from functools import partial
 
 import torch
 
-from data_parallel import STRATEGIES, Replica
+from data_parallel import STRATEGIES, DataParallelModel
 from figures.bench.records import here_and_now
 from harness.epochs import bytes_kept, check_memory
 from harness.flags import make_parser, positive
@@ -49,7 +49,7 @@ def measure(run, args):
     run.results |= {"tokens": batch[0].numel(), "bytes": {}}
     alone = run.load_model()
     own = torch.optim.AdamW(alone.parameters(), lr=1e-4)
-    replicas = {strategy: Replica(run, strategy, mesh) for strategy in STRATEGIES}
+    replicas = {strategy: DataParallelModel(run, strategy, mesh) for strategy in STRATEGIES}
     optimizers = {
         name: replica.optimizer(replica.model.parameters(), torch.optim.AdamW, lr=1e-4)
         for name, replica in replicas.items()

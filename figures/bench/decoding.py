@@ -69,7 +69,7 @@ def measure(run, args):
         return generate(of, ids, ids * 0 + 1, args.new_tokens, choose, DynamicCache())
 
     references = run.references(reference)
-    (expected,) = run.expect(lambda of: [tokens(of, choose_from_full_logits)], references)
+    (expected,) = run.reference_values(lambda of: [tokens(of, choose_from_full_logits)], references)
     for name, model in models.items():
         actual = tokens(model, made[name].choose)
         run.check(f"generated tokens, {name}", [(actual, expected[0])], tolerance=0.0)

@@ -223,7 +223,7 @@ def measure(run, args):
         layout: record_ring(run, run.mesh("sp"), zigzag, reference, ids)
         for layout, zigzag in LAYOUTS.items()
     }
-    mesh = run.rectangle("sp", "tp", 2)
+    mesh = run.mesh_2d("sp", "tp", 2)
     held, told = zip(*(record_mesh(run, mesh, megatron_sp, reference, ids)
                        for megatron_sp in VARIANTS.values()), strict=True)  # fmt: skip
     assert held[0] == held[1]

@@ -50,7 +50,7 @@ def measure(run, args):
         yield "step"
 
     for tp in (tp for tp in range(1, P + 1) if P % tp == 0):
-        mesh, name = run.rectangle("dp", "tp", tp), f"{P // tp} x {tp}"
+        mesh, name = run.mesh_2d("dp", "tp", tp), f"{P // tp} x {tp}"
         model = run.load_model(partial(parallelize_2d, mesh=mesh)).to(run.device)
         optimizer, _ = make_optimizer(model, 1e-4, 10**6, 0)
         contenders[name] = partial(step, name, model, optimizer, mesh)

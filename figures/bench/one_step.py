@@ -17,13 +17,13 @@ import torch
 
 from figures.bench.records import attention_flop, here_and_now, write_record
 from figures.plan.longest import most, tensors
+from harness.adapter_checks import expect_step
 from harness.finetune import adapter_config, default_tile_mib, load_adapted
 from harness.flags import make_parser, positive
 from harness.job import start
 from harness.measure import peak_memory_of_process
-from harness.training_checks import expect_step
 from memory import saved_outputs
-from memory.long_sequence import Techniques, possible
+from memory.long_sequence import Techniques, supported_techniques
 from ulysses_finetune import forward_backward
 from ulysses_forward import sequence_parallelize
 from utils.errors import UserError
@@ -89,7 +89,7 @@ def measure(run, args, path):
     config, layers = run.source.config, len(llama_of(model).model.layers)
     tile = default_tile_mib(run.device) * 2**20
     techniques = Techniques(offload=args.offload, tile_bytes=tile)
-    if why := possible(llama_of(model), techniques)[1]:
+    if why := supported_techniques(llama_of(model), techniques)[1]:
         raise UserError(f"{why}: not all techniques that this step is to show are possible")
     ids = torch.randint(config.vocab_size, (1, args.positions - 32), device=run.device)
     record = here_and_now(run.device.type, 1) | {
@@ -107,10 +107,10 @@ def measure(run, args, path):
 
     few, reference = ids[:, :64], load_adapted(run, adapter)
     inputs = dict(input_ids=few, labels=few)
-    expected, own = expect_step(run, run.references(reference), inputs)
+    expected, own_error = expect_step(run, run.references(reference), inputs)
     del reference
     loss = forward_backward(model, few, mesh, techniques)
-    run.check("loss of 64 tokens", [(loss, *(x.to(loss) for x in expected))], own=own)
+    run.check("loss of 64 tokens", [(loss, *(x.to(loss) for x in expected))], own_error=own_error)
     clock = Clock(run, args.limit, write)
     for name in clock.done:
         function = getattr(saved_outputs, name)

@@ -142,7 +142,7 @@ class Step:
         self.job, self.flags, self.alone, self.cpu_s = run, flags, alone, []
         self.works = not alone or run.rank == 0
         self.threads = threads_alone(run) if alone else torch.get_num_threads()
-        self.mesh = run.rectangle("sp", "tp", run.world_size if tp < 0 else tp)
+        self.mesh = run.mesh_2d("sp", "tp", run.world_size if tp < 0 else tp)
         if alone:  # tp is 1: the row of one rank is both axes
             self.mesh = {"sp": self.mesh["tp"], "tp": self.mesh["tp"]}
         self.model = run.load_model(partial(parallelize_tp_sp, mesh=self.mesh, **flags)).train()

@@ -76,11 +76,11 @@ def measure(run, args):
         prompt, choose = ids[:, :PROMPT], contenders[name].choose
         yield from generation(models[name], prompt, args.new_tokens, choose, threads[name])
 
-    expected, own = expect_loss(run, run.references(models["single"]), ids)
+    expected, own_error = expect_loss(run, run.references(models["single"]), ids)
     for name, technique in techniques.items():
         with technique.context(), torch.no_grad():
             loss = models[name](ids, labels=ids).loss
-        run.check(f"{name}: loss", [(loss, *expected)], own=own)
+        run.check(f"{name}: loss", [(loss, *expected)], own_error=own_error)
         formula = technique.formula(
             config.num_hidden_layers, args.seq_len, config.hidden_size, config.vocab_size,
             run.world_size, run.dtype.itemsize,

@@ -17,7 +17,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor.parallel import loss_parallel
 
 import pretrain_2d
-from data_parallel import STRATEGIES, Replica
+from data_parallel import STRATEGIES, DataParallelModel
 from dtensor_llama import dtensor_parallelize
 from figures.bench.records import here_and_now
 from figures.plan.formulas import Work
@@ -167,12 +167,15 @@ def piped(schedule, run, ids):
 
 
 def data(strategy, run, ids):
-    replica, batch = Replica(run, strategy, run.mesh("dp")), (ids, torch.ones_like(ids), ids)
+    replica, batch = (
+        DataParallelModel(run, strategy, run.mesh("dp")),
+        (ids, torch.ones_like(ids), ids),
+    )
     return replica.model, lambda: replica.step(batch)
 
 
 def mesh_2d(replicate, run, ids):
-    mesh = run.rectangle("dp", "tp", pair_of(run.world_size))
+    mesh = run.mesh_2d("dp", "tp", pair_of(run.world_size))
     split = partial(pretrain_2d.parallelize_2d, mesh=mesh, replicate=replicate)
     model = run.load_model(split).to(run.device)
     return model, lambda: pretrain_2d.forward_backward(model, (ids, ids), mesh, replicate)
@@ -186,7 +189,7 @@ def pair_of(P):
 def both_axes(run, ids, tp=pair_of, **flags):
     if flags.get("sequence") == "usp":
         flags["ulysses"] = pair_of(run.world_size)
-    mesh = run.rectangle("sp", "tp", tp(run.world_size))
+    mesh = run.mesh_2d("sp", "tp", tp(run.world_size))
     model = run.load_model(partial(parallelize_tp_sp, mesh=mesh, **flags))
 
     def forward_backward():

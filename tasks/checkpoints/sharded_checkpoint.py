@@ -84,7 +84,7 @@ class ShardedCheckpoints(Checkpoints):
 
     def sums(self, model, optimizer):
         """Of each parameter and each of its states the sum of all squares, float64."""
-        mine = []
+        local = []
         for parameter in model.parameters():
             mesh, kinds = parameter.device_mesh, enumerate(parameter.placements)
             apart = math.prod(mesh.size(axis) for axis, kind in kinds if not kind.is_replicate())
@@ -92,11 +92,11 @@ class ShardedCheckpoints(Checkpoints):
                 parameter.detach(),
                 *(optimizer.state[parameter][key] for key in STATES),
             ):
-                mine.append(local_part(tensor).double().square().sum() * apart)
-        return (self.run.gather(torch.stack(mine)).sum(0) / self.run.world_size).tolist()
+                local.append(local_part(tensor).double().square().sum() * apart)
+        return (self.run.gather(torch.stack(local)).sum(0) / self.run.world_size).tolist()
 
-    def whole(self):
-        """What was found, {name: {key: tensor}}: each parameter, and Adam's states of it, whole."""
+    def full_state(self):
+        """What was found, {name: {key: tensor}}: each parameter, and Adam's states of it, full."""
         path, record, _ = self.found
         state = {}
         for name, parts in record["parts"].items():
@@ -113,15 +113,15 @@ class ShardedCheckpoints(Checkpoints):
         run, step = self.run, len(losses)
         if self.folder is None:
             return
-        mine, parts, tensors = {}, {}, {}
+        local, parts, tensors = {}, {}, {}
         for name, parameter in model.named_parameters():
-            mine[name] = [[part.start, part.stop] for part in shard_of(parameter)]
-        for rank, regions in enumerate(run.gather_objects(mine)):
+            local[name] = [[part.start, part.stop] for part in shard_of(parameter)]
+        for rank, regions in enumerate(run.gather_objects(local)):
             for name, region in regions.items():
                 if region not in [other for _, other in parts.setdefault(name, [])]:
                     parts[name].append([rank, region])
         for name, parameter in model.named_parameters():
-            if [run.rank, mine[name]] in parts[name]:
+            if [run.rank, local[name]] in parts[name]:
                 state = {key: optimizer.state[parameter][key] for key in STATES}
                 for key, tensor in {"parameter": parameter, **state}.items():
                     tensors[f"{key}.{name}"] = local_part(tensor.detach()).cpu().contiguous()
@@ -162,12 +162,12 @@ def read_region(path, key, parts, region):
     parts: [[rank, its region as [[start, stop] for each dim]], ...], no two with the same values.
     Raises OSError where they do not have all of it, or cannot be read.
     """
-    shape, result = [mine.stop - mine.start for mine in region], None
+    shape, result = [local.stop - local.start for local in region], None
     left = math.prod(shape)
     for rank, theirs in parts:
         both = [
-            (max(mine.start, first), min(mine.stop, stop))
-            for mine, (first, stop) in zip(region, theirs, strict=True)
+            (max(local.start, first), min(local.stop, stop))
+            for local, (first, stop) in zip(region, theirs, strict=True)
         ]
         if all(first < stop for first, stop in both):
             there = [(slice(a - of[0], b - of[0])) for (a, b), of in zip(both, theirs, strict=True)]

@@ -46,7 +46,7 @@ def error_of_loss(run, batch):
         logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
         return [token_losses(logits, labels)]
 
-    return error_of_mean(*run.expect(losses, run.references(run.load_reference()))[0])
+    return error_of_mean(*run.reference_values(losses, run.references(run.load_reference()))[0])
 
 
 def numbers_at_peak(run, by_layer):

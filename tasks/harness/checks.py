@@ -12,7 +12,7 @@ from harness.terminal import styled
 from harness.tolerance import CHUNK, LIMITS, WHOLE, judge, measure, worst_relative
 from harness.wider import WIDER, widen
 from utils.gradients import local_part
-from utils.shards import SharedLinear, shard_of
+from utils.shards import ReplicatedKVLinear, shard_of
 
 # Allowed difference in float64, as a share of the largest reference value. A parallel run adds the
 # same products in another order, so it is off by a few roundings, of 1e-16, times the square root
@@ -37,7 +37,7 @@ class Comparison:
             return []
         return [module, *([widen(module)] if self.dtype in WIDER else [])]
 
-    def expect(self, function, references):
+    def reference_values(self, function, references):
         """What function(module) gives for the references, on every rank.
 
         function returns tensors; for each, a tuple with its value for every reference. What is
@@ -54,14 +54,14 @@ class Comparison:
 
         return [tuple(value(r, i) for r in range(shape[0])) for i in range(shape[1])]
 
-    def compare(self, name, pairs, tolerance=None, own=0.0, kind=None):
+    def compare(self, name, pairs, tolerance=None, own_error=0.0, kind=None):
         """A part of a check, to which `check` of the same name, later, gives the verdict.
 
         pairs: (actual, reference), tensors of one shape, or (actual, reference, exact) where
         `exact` is the wider reference of a run in float32 or bfloat16: then by `tolerance.judge`,
         and the differences are from it.
         tolerance: absolute bound; of pairs, by default, `TOLERANCE` of the largest value.
-        own: see `tolerance.measure`.
+        own_error: see `tolerance.measure`.
         kind: of one check, pairs of one kind are those whose usual errors are alike.
         """
         found, measured = self.compared.setdefault(name, ([], {}))
@@ -70,7 +70,7 @@ class Comparison:
             if not actual.numel():  # more ranks than MLP units
                 continue
             if exact and tolerance is None:
-                errors = measure(actual, reference, exact[0], own)
+                errors = measure(actual, reference, exact[0], own_error)
                 measured.setdefault(kind, []).append(errors)
                 continue
             value, mean = difference(actual, reference)
@@ -85,12 +85,12 @@ class Comparison:
                 }
             )
 
-    def check(self, name, pairs=(), tolerance=None, own=0.0):
+    def check(self, name, pairs=(), tolerance=None, own_error=0.0):
         """`compare` on every rank, tell all ranks, print one line; a failure ends the job, exit 1.
 
         The line shows the rank and the pair whose difference came closest to its tolerance.
         """
-        self.compare(name, pairs, tolerance, own)
+        self.compare(name, pairs, tolerance, own_error)
         found, measured = self.compared.pop(name)
         usual = {kind: worst_relative(many) for kind, many in measured.items()}
         largest = max((pair["max_abs_reference"] for pair in found), default=0.0)
@@ -170,38 +170,38 @@ class Comparison:
         """{kind: generator of (this rank's value, the reference's slice, ...)} of all parameters.
 
         module: this rank's share; references: see there. values: functions of a parameter, the
-        first of this rank's and the whole one's, others of the whole one's alone. Parameters of
+        first of this rank's and the full one's, others of the full one's alone. Parameters of
         one kind, one in each layer, go together; only(name) leaves some out.
         """
-        mine = dict(module.named_parameters())
-        whole = dict(references[0].named_parameters()) if references else {}
+        local = dict(module.named_parameters())
+        full = dict(references[0].named_parameters()) if references else {}
         kinds, shards = {}, self.shards(module)
-        for name in self.broadcast([name for name in whole if only(name)]):
+        for name in self.broadcast([name for name in full if only(name)]):
             kinds.setdefault(kind_of(name), []).append(name)
 
         def pairs(names):
             for name in names:
-                full = [value(whole[name]) for value in values] if whole else values
-                slices = [self.to_each(t, [shard.get(name) for shard in shards]) for t in full]
-                if name in mine:  # a row-parallel layer's bias is on rank 0 only
-                    actual = values[0](mine[name])
-                    actual = torch.zeros_like(mine[name]) if actual is None else actual
-                    yield local_part(actual, mine[name]).to(self.device), *slices
+                tensors = [value(full[name]) for value in values] if full else values
+                slices = [self.to_each(t, [shard.get(name) for shard in shards]) for t in tensors]
+                if name in local:  # a row-parallel layer's bias is on rank 0 only
+                    actual = values[0](local[name])
+                    actual = torch.zeros_like(local[name]) if actual is None else actual
+                    yield local_part(actual, local[name]).to(self.device), *slices
 
         return {kind: pairs(names) for kind, names in kinds.items()}
 
-    def check_weights(self, title, module, references, only=lambda name: True, whole=("norm",)):
-        """Shards are slices of the whole weights, and all else is equal on all ranks: exactly.
+    def check_weights(self, title, module, references, only=lambda name: True, unsplit=("norm",)):
+        """Shards are slices of the full weights, and all else is equal on all ranks: exactly.
 
-        All of a weight is on some rank. Only parameters with one of the words `whole` in their name
-        may be whole on a rank: any other left unsplit, or split with everything on one rank, fails.
-        With "" all may, and that is no check.
+        All of a weight is on some rank. unsplit: words in the names of parameters that a rank may
+        have in full; with "" all may, and that is no check. Any other parameter that is left
+        unsplit, or split with everything on one rank, fails.
         """
         kinds = self.slices(module, references, only, lambda parameter: parameter.detach())
         pairs = (pair for kind in kinds.values() for pair in kind)
         self.check(f"{title} weights, slices of the whole", pairs, tolerance=0.0)
         sizes = {n: p.shape for n, p in references[0].named_parameters()} if references else None
-        sizes, unsplit, shards = self.broadcast(sizes), [], self.shards(module)
+        sizes, found, shards = self.broadcast(sizes), [], self.shards(module)
         missing = [
             name
             for name in filter(only, sizes)
@@ -210,16 +210,18 @@ class Comparison:
         added = {name for shard in shards for name in shard} - sizes.keys()  # a head, once tied
         count = torch.tensor(float(len(missing) + len(added)))
         self.check(f"{title} weights, nothing left out", [(count, 0 * count)], 0.0)
-        if "" in whole:
+        if "" in unsplit:
             return
         for name, region in shards[self.rank].items():
-            exempt = name.endswith("bias") or any(word in name for word in whole)
+            exempt = name.endswith("bias") or any(word in name for word in unsplit)
             if not exempt:
-                exempt = isinstance(module.get_submodule(name.rpartition(".")[0]), SharedLinear)
+                exempt = isinstance(
+                    module.get_submodule(name.rpartition(".")[0]), ReplicatedKVLinear
+                )
             all_of_it = covered(sizes[name], [region])
             if all_of_it and min(sizes[name]) >= self.world_size > 1 and not exempt:
-                unsplit.append(name)
-        count = torch.tensor(float(len(unsplit)))
+                found.append(name)
+        count = torch.tensor(float(len(found)))
         self.check(f"{title} weights, none whole that should be split", [(count, 0 * count)], 0.0)
 
     def check_gradients(self, title, module, references, only=lambda name: True):
@@ -243,7 +245,7 @@ class Comparison:
         No other rank holds the whole of it: it may be the largest tensor there is.
         """
         dtype = self.broadcast(tensor.dtype if self.rank == 0 else None)
-        mine = None
+        local = None
         for rank, shard in enumerate(shards):
             if shard is None:
                 continue
@@ -252,19 +254,19 @@ class Comparison:
                 sent = tensor.detach()[shard]
             if self.rank == rank:
                 size = [part.stop - part.start for part in shard]
-                mine = received = sent if rank == 0 else sent.new_empty(size)
+                local = received = sent if rank == 0 else sent.new_empty(size)
             if rank:  # as a collective, not `send`: all ranks count alike, see watchdog.py
                 got, given = [0] * self.world_size, [0] * self.world_size
                 got[0], given[rank] = received.numel(), sent.numel()
                 dist.all_to_all_single(received.view(-1), sent.reshape(-1), got, given)
-        return mine
+        return local
 
     def deal(self, module):
         """read(name, shard) for `materialize`: slices of a module that rank 0 alone has."""
 
         def read(name, shard):
-            whole = module.get_parameter(name) if self.rank == 0 else None
-            return self.to_each(whole, self.gather_objects(shard)).clone()
+            full = module.get_parameter(name) if self.rank == 0 else None
+            return self.to_each(full, self.gather_objects(shard)).clone()
 
         return read
 
@@ -284,7 +286,7 @@ class Comparison:
         target = reference.to(wide).flatten()
         diff, bound = (actual.to(wide).flatten() - target).abs(), 1e-6 + 1e-5 * target.abs()
         worst = (diff / bound).argmax()  # a NaN, if there is one
-        mine = {
+        local = {
             "share": (diff / bound)[worst].item(), "mean_abs_diff": diff.mean().item(),
             "max_abs_diff": diff[worst].item(), "tolerance": bound[worst].item(),
             "max_abs_reference": target.abs().max().item(),
@@ -292,7 +294,7 @@ class Comparison:
             "elements_missed": (~torch.isclose(actual, reference, atol=1e-6)).sum().item(),
             "passed": torch.allclose(actual, reference, atol=1e-6),
         }  # fmt: skip
-        everyone = self.gather_objects(mine)
+        everyone = self.gather_objects(local)
         rank = max(range(self.world_size), key=lambda r: everyone[r]["elements_missed"])
         of, gate = everyone[rank], self.dtype == torch.float64
         name = f"torch.allclose({what}, {against}, atol=1e-6)"
@@ -353,7 +355,7 @@ def nearest_of(many, dtype, worst, longest_sum):
         "mean_abs_diff": many[nearest].mean,
         "max_abs_reference": many[nearest].norms["max"][2].item(),
         "tolerance": largest[5],
-        "own_max_abs_error": many[nearest].own,
+        "own_max_abs_error": many[nearest].own_error,
         "own_rms_share": worst["rms"],
         "times_reference": times,
         "nearest": (part, *numbers),

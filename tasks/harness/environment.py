@@ -279,11 +279,11 @@ def agree(store, rank, world_size, args, device):
     Returns what there is to say of the libraries' versions, whether all can share memory, and each
     rank's `Sharing`.
     """
-    mine = {f"--{name.replace('_', '-')}": str(value) for name, value in vars(args).items()}
-    mine |= {name: version(name) for name in TESTED} | {"the device": device.type}
+    local = {f"--{name.replace('_', '-')}": str(value) for name, value in vars(args).items()}
+    local |= {name: version(name) for name in TESTED} | {"the device": device.type}
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     sharing = asdict(Sharing.of_this_rank())
-    store.set(f"started/{rank}", json.dumps([mine, gpu, neighbourhood(), sharing]))
+    store.set(f"started/{rank}", json.dumps([local, gpu, neighbourhood(), sharing]))
     everyone, of_ranks = [], []
     gpus, places = {}, set()
     patience = max(START_S, args.timeout)
@@ -313,8 +313,8 @@ def agree(store, rank, world_size, args, device):
         f"{gpu} from rank {first}" for gpu, first in gpus.items()
     )
     notes = [several] * (len(gpus) > 1) + [
-        f"{name} {mine[name]}; tested with {oldest} to {newest}"
+        f"{name} {local[name]}; tested with {oldest} to {newest}"
         for name, (oldest, newest) in TESTED.items()
-        if not Version(oldest) <= Version(Version(mine[name]).public) <= Version(newest)
+        if not Version(oldest) <= Version(Version(local[name]).public) <= Version(newest)
     ]
     return notes, len(places) == 1 and None not in places, of_ranks

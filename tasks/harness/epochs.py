@@ -86,7 +86,7 @@ def losses_alone(run, batches, epochs, lr):
 
     model = run.load_reference()
     wide = [wider_copy(model)] if model and run.dtype in WIDER else []
-    return run.expect(curve, [model, *wide] if model else [])[0]
+    return run.reference_values(curve, [model, *wide] if model else [])[0]
 
 
 def losses_of_training(model, steps, validation, epochs, lr):
@@ -108,10 +108,10 @@ def losses_of_training(model, steps, validation, epochs, lr):
     return torch.stack(losses)
 
 
-def check_losses(run, strategy, losses, expected, own):
-    """Those of a training are the references', in the same order. own: see `Run.compare`."""
+def check_losses(run, strategy, losses, expected, own_error):
+    """Those of a training are the references', in the same order. own_error: see `Run.compare`."""
     losses = expected[0].new_tensor(losses)
-    run.check(f"{strategy}: losses of the training", [(losses, *expected)], own=own)
+    run.check(f"{strategy}: losses of the training", [(losses, *expected)], own_error=own_error)
 
 
 def record_epoch(run, steps, epoch, count):
@@ -216,7 +216,7 @@ def check_memory(run, strategy, model, optimizer, activations):
     actual = [sum(column) for column in zip(*everyone, strict=True)]
     expected = [weights * n * (P if copied else 1) for n, copied in kinds]
     most = [n * (weights if copied else weights / P + largest) for n, copied in kinds]
-    above = [max(0, mine - limit) for mine, limit in zip(held, most, strict=True)]
+    above = [max(0, local - limit) for local, limit in zip(held, most, strict=True)]
     pairs = [(actual[:3], expected), (above, [0, 0, 0])]
     pairs = [[torch.tensor(of, dtype=torch.float64) for of in pair] for pair in pairs]
     run.check(f"{strategy}: bytes of weights, gradients, states, on all ranks", pairs, 0.0)

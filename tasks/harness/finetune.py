@@ -20,7 +20,7 @@ from harness.measure import is_for_memory, limited_memory
 from loading.documents import load_documents, pack
 from loading.models import is_hub_id, quiet
 from loading.text import load_sequences
-from memory.long_sequence import Techniques, possible
+from memory.long_sequence import Techniques, supported_techniques
 from utils.errors import UserError
 from utils.llama import llama_of, trained_parameters
 
@@ -159,7 +159,7 @@ def default_tile_mib(device, budget=None):
 
 def possible_techniques(run, model, techniques):
     """Those of them that the model allows, which are printed."""
-    techniques, why = possible(llama_of(model), techniques)
+    techniques, why = supported_techniques(llama_of(model), techniques)
     if why:
         run.print0(f"note: {why}: only some of the memory techniques are left")
     parts = [name.replace("_", "-") for name, on in asdict(techniques).items() if on is True]
@@ -176,7 +176,7 @@ def each_alone(run, model):
         techniques = Techniques(*flags, tile_tokens=7)
         if techniques.offload and run.device.type != "cuda":
             continue
-        if why := possible(llama_of(model), techniques)[1]:
+        if why := supported_techniques(llama_of(model), techniques)[1]:
             run.print0(f"note: {name}: not checked, {why}")
         else:
             yield name, techniques

@@ -97,7 +97,9 @@ def hf_generate(model, ids, new_tokens, **options):
 def check_continuation(run, generate, prompt, new_tokens, parallel, references, how=""):
     """generate(model, prompt, new_tokens) continues the prompt, (1, S), as by the single rank."""
     tokens, mask = generate(parallel, prompt, new_tokens), torch.ones_like(prompt)
-    ((expected,),) = run.expect(lambda m: [generate(m, prompt, new_tokens)], references[:1])
+    ((expected,),) = run.reference_values(
+        lambda m: [generate(m, prompt, new_tokens)], references[:1]
+    )
     check_text(run, tokens, expected, references, mask, how)
 
 
@@ -130,7 +132,7 @@ def check_text(run, tokens, expected, references, mask, how="", show=True):
         def there(model, ids=ids, seen=seen, row=row):
             return [model(ids, attention_mask=seen).logits[row, -1]]
 
-        ((logits, exact),) = run.expect(there, references)
+        ((logits, exact),) = run.reference_values(there, references)
         own = (logits - exact).abs().max().item()
         pair = exact[tokens[row, at]], exact[expected[row, at]]
         run.check(f"{name}, a tie at token {at}", [pair], 4 * own)

@@ -162,7 +162,7 @@ class Run(Comparison):
         world = dist.group.WORLD
         return DeviceMesh.from_group(world, self.device.type, mesh_dim_names=(axis,))
 
-    def rectangle(self, outer, inner, columns):
+    def mesh_2d(self, outer, inner, columns):
         """All ranks as a DeviceMesh of two axes of these names; neighbours are along the inner."""
         world, first = dist.group.WORLD, self.rank // columns * columns
         of_column = subgroup(world, "column", self.rank - first, self.world_size, columns)
@@ -193,8 +193,8 @@ class Run(Comparison):
 
         actual: None where another rank has it.
         """
-        mine = "another rank has it" if actual is None else brief(actual)
-        self.show_texts(kind, brief(reference), mine)
+        local = "another rank has it" if actual is None else brief(actual)
+        self.show_texts(kind, brief(reference), local)
 
     def show_as_asked(self, title, kind, reference, actual):
         """Print both as the assignment does, and run its own assertion: `check_allclose`.

@@ -28,21 +28,23 @@ def own_loss(model, labels, **inputs):
     return model(**inputs, labels=labels).loss
 
 
-def show_model(run, workload, parallelize, loss=own_loss, whole=("norm",), also=None, reduce=None):
+def show_model(
+    run, workload, parallelize, loss=own_loss, unsplit=("norm",), also=None, reduce=None
+):
     """Check --model, continue the prompt with it, and measure it.
 
     workload: a `flags.Workload`. parallelize(model): shards a LlamaForCausalLM in place.
-    loss(model, labels, **inputs): the parallel model's mean loss. whole: words in the names of the
-    parameters that are not split. also(prompt, batch, parallel, references): further checks, before
-    the measurements. reduce(tensors): what the gradients of parameters and inputs need after a
-    backward, if anything.
+    loss(model, labels, **inputs): the parallel model's mean loss. unsplit: words in the names of
+    the parameters that are not split. also(prompt, batch, parallel, references): further checks,
+    before the measurements. reduce(tensors): what the gradients of parameters and inputs need after
+    a backward, if anything.
     """
     prompt, _ = encode_prompts(run, [workload.prompt], workload.new_tokens)
     batch = make_batch(run, workload.batch_size, workload.seq_len)
     reference = run.load_reference()
     references = run.references(reference)
     parallel = run.together(lambda: run.load_model(parallelize))
-    run.check_weights("all", parallel, references, whole=whole)
+    run.check_weights("all", parallel, references, unsplit=unsplit)
     check_model(run, parallel, references, batch, loss, reduce)
     check_continuation(run, recompute, prompt, workload.new_tokens, parallel, references)
     if also:
@@ -100,7 +102,9 @@ def error_of_mean(losses, exact=None):
 @torch.no_grad()
 def expect_loss(run, references, ids):
     """The references' mean losses of ids (B, S), and what their own error is at least."""
-    (losses,) = run.expect(lambda model: [token_losses(model(ids).logits, ids)], references)
+    (losses,) = run.reference_values(
+        lambda model: [token_losses(model(ids).logits, ids)], references
+    )
     return [mean_loss(of_one, ids) for of_one in losses], error_of_mean(*losses)
 
 
@@ -154,15 +158,17 @@ def check_model(run, parallel, references, batch, loss=own_loss, reduce=None):
 
     def step(function):
         """Of the result of `model_step` and of the input gradient: (this rank's, *expected)."""
-        expected = run.expect(lambda model: model_step(model, ids, mask, function), references)
+        expected = run.reference_values(
+            lambda model: model_step(model, ids, mask, function), references
+        )
         actual = model_step(parallel, ids, mask, function, reduce)
         return [(a, *e) for a, e in zip(actual, expected, strict=True)]
 
-    def compare(name, kind, results, grads, where=(), own=0.0):
+    def compare(name, kind, results, grads, where=(), own_error=0.0):
         """The checks of a step, and what is shown of it: the results' part `where`."""
         run.show(kind, results[1][where], results[0][where])
         run.show("input grad", grads[1][0], grads[0][0])
-        run.check(name, [results], own=own)
+        run.check(name, [results], own_error=own_error)
         run.check_same_bits(f"{name}, same bits on all ranks", results[0])
         run.check(f"{name}: input embeddings grad", [grads])
         run.check_gradients(f"{name}:", parallel, references, only)
@@ -176,7 +182,7 @@ def check_model(run, parallel, references, batch, loss=own_loss, reduce=None):
     (value, *losses), grads = step(from_loss)
     value = value.to(torch.promote_types(value.dtype, torch.float32))
     expected = [mean_loss(of_one, labels).to(value.dtype) for of_one in losses]
-    compare("loss", "loss", (value, *expected), grads, own=error_of_mean(*losses))
+    compare("loss", "loss", (value, *expected), grads, own_error=error_of_mean(*losses))
     check_own_loss(run, parallel, batch, edges, logits[0], value, loss)
     for reference in references[:1]:
         reference.requires_grad_(True)
@@ -202,8 +208,8 @@ def compared_layers(run):
 def shard_edges(run, parallel, ids):
     """The edges of all ranks' shards of the vocabulary, again and again, as many as ids."""
     rows = shard_of(parallel.get_input_embeddings().weight)[0]
-    mine = torch.tensor([rows.start, max(rows.start, rows.stop - 1)], device=ids.device)
-    return run.gather(mine).flatten().repeat(ids.numel())[: ids.numel()].view_as(ids)
+    local = torch.tensor([rows.start, max(rows.start, rows.stop - 1)], device=ids.device)
+    return run.gather(local).flatten().repeat(ids.numel())[: ids.numel()].view_as(ids)
 
 
 @torch.no_grad()
@@ -215,7 +221,9 @@ def check_inputs(run, parallel, references, batch, edges):
     pair = [parallel(**embed(parallel, i, mask)).logits[mask == 1] for i in (other, ids)]
     run.check("logits, whatever the padding", [pair], tolerance=0.0)
     for tokens in ids, edges:
-        (expected,) = run.expect(lambda m, t=tokens: [m.get_input_embeddings()(t)], references)
+        (expected,) = run.reference_values(
+            lambda m, t=tokens: [m.get_input_embeddings()(t)], references
+        )
         actual = parallel.get_input_embeddings()(tokens)
         run.compare("embeddings", [(actual, expected[0])], tolerance=0.0)  # copied: exact
     run.check("embeddings")
@@ -266,7 +274,7 @@ def check_overfitting(run, parallel, references, batch, steps):
     curve = overfit(parallel, own_loss, batch, steps)
     if references[1:]:  # which has the weights of the first, which are trained here
         references = [references[0], wider_copy(references[0])]
-    (expected,) = run.expect(lambda m: [overfit(m, plain_loss, batch, steps)], references)
+    (expected,) = run.reference_values(lambda m: [overfit(m, plain_loss, batch, steps)], references)
     run.show("losses", expected[0], curve)
     run.check("losses while overfitting", [(curve, *expected)])
     run.results |= {"losses": curve.tolist(), "reference_losses": expected[0].tolist()}

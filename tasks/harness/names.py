@@ -18,7 +18,7 @@ ROOMS = {
     "sequence_checks": "show_sequence",
     "step_checks": "LARGE Reference check_copies compare_gradients compares_changes keep_changes"
     " refuse_if_endless sum_of_parts",
-    "training_checks": "check_again check_replicas check_training",
+    "adapter_checks": "check_again check_replicas check_training",
     # Measure.
     "measure": "REPEATS_HELP interleave limited_memory measure_costs num_threads"
     " peak_memory ratio say_if_short threads_alone",

@@ -51,7 +51,7 @@ def make_mesh(run, dp=None, tp=None, batch_size=None):
     run.print_in_order(
         f"Starting worker {run.rank}/{P}: dp {run.rank // tp}, tp {run.rank % tp}, on {run.device}"
     )
-    return run.rectangle("dp", "tp", tp)
+    return run.mesh_2d("dp", "tp", tp)
 
 
 class Trial:
@@ -94,11 +94,11 @@ class Trial:
             mean_loss(losses, labels).backward()
             return [losses.detach()]
 
-        (losses,) = run.expect(losses_of, self.references)
-        self.own, expected = error_of_mean(*losses), [mean_loss(of, labels) for of in losses]
+        (losses,) = run.reference_values(losses_of, self.references)
+        self.own_error, expected = error_of_mean(*losses), [mean_loss(of, labels) for of in losses]
         loss = step().to(expected[0].dtype)
         run.show("loss", expected[0], loss)
-        run.check("loss of the first step", [(loss, *expected)], own=self.own)
+        run.check("loss of the first step", [(loss, *expected)], own_error=self.own_error)
         run.check_same_bits("loss of the first step, same bits on all ranks", loss)
         compare_gradients(run, "gradients of the first step", model, self.references)
         model.zero_grad()
@@ -113,7 +113,8 @@ class Trial:
     def train_alone(self, run, model, first, stop, state):
         """Return losses, norms of all gradients and learning rates of these steps, in float64.
 
-        state: what the model and AdamW begin with, as `ShardedCheckpoints.whole`; {}: as they are.
+        state: what the model and AdamW begin with, of `ShardedCheckpoints.full_state`; {}: as they
+        are.
         """
         parameters = list(model.parameters())
         settings = dict(betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1)
@@ -155,7 +156,7 @@ class Trial:
         if before:
             recorded = [losses[: self.steps]]
             self.compare(run, recorded, 0, "", {})
-        state = run.together(lambda: checkpoints.whole() if before and run.rank == 0 else {})
+        state = run.together(lambda: checkpoints.full_state() if before and run.rank == 0 else {})
         steps = list(islice(training, min(self.steps, self.args.steps - before)))
         for i, (loss, norm, rate) in enumerate(steps, before):
             run.print0(
@@ -182,19 +183,19 @@ class Trial:
         def curves(one):
             return self.train_alone(run, one, first, first + count, state)
 
-        expected = run.expect(curves, models)
+        expected = run.reference_values(curves, models)
         names = "losses", "norms of the gradients", "learning rates"
         for name, of_one, (reference, *exact) in zip(names, found, expected, strict=False):
             pair = [(of_one.to(reference.dtype), reference, *exact)]
             if name == "learning rates":
                 run.check(f"{name}{where}", [pair[0][:2]], tolerance=1e-12 * self.args.lr)
             else:
-                run.check(f"{name} of {count} steps{where}", pair, own=self.own)
+                run.check(f"{name} of {count} steps{where}", pair, own_error=self.own_error)
 
 
-def check_fully_split(run, model, whole):
-    """Every parameter is split over dp, too, each layer a unit of FSDP2's; unless `whole` there."""
-    if whole:
+def check_fully_split(run, model, replicated):
+    """Unless `replicated`, every parameter is split over dp, too, each layer a unit of FSDP2's."""
+    if replicated:
         return
     rest = [layer for layer in model.model.layers if not isinstance(layer, FSDPModule)]
     for parameter in model.parameters():
@@ -297,11 +298,11 @@ def export(run, model, tokenizer, checkpoints, batches, loss):
     Rank 0 continues the first row by what was written.
     """
     transformers.utils.logging.disable_progress_bar()
-    whole, folder = {}, checkpoints.result
+    full_state, folder = {}, checkpoints.result
     for name, parameter in model.named_parameters():
         full = parameter.detach().full_tensor()
         if run.rank == 0:
-            whole[name] = full.cpu()
+            full_state[name] = full.cpu()
 
     def write():
         if run.rank:
@@ -317,7 +318,7 @@ def export(run, model, tokenizer, checkpoints, batches, loss):
         part = folder.with_name(PART)
         shutil.rmtree(part, ignore_errors=True)
         one = run.source.empty_model()
-        one.load_state_dict(whole, strict=False, assign=True)
+        one.load_state_dict(full_state, strict=False, assign=True)
         one.tie_weights()
         one.save_pretrained(part)
         tokenizer.save_pretrained(part)
@@ -326,22 +327,22 @@ def export(run, model, tokenizer, checkpoints, batches, loss):
     run.together(write)
     batches = [[tensor.to(run.device) for tensor in batch] for batch in batches]
     labels = torch.cat([labels for _, labels in batches])
-    again = LlamaForCausalLM.from_pretrained(folder).to(run.device) if whole else None
-    if whole and again.dtype != run.dtype:  # transformers 4 has read it as float32
+    again = LlamaForCausalLM.from_pretrained(folder).to(run.device) if full_state else None
+    if full_state and again.dtype != run.dtype:  # transformers 4 has read it as float32
         again.to(run.dtype)
         for path in folder.glob("*.safetensors"):
             again.load_state_dict(load_file(path), strict=False)
-    if whole and run.dtype == torch.float64:
+    if full_state and run.dtype == torch.float64:
         compute_in_float64(again)
 
     def losses_of(one):
         return [torch.cat([token_losses(one(ids).logits, labels) for ids, labels in batches])]
 
     with torch.no_grad():
-        (losses,) = run.expect(losses_of, run.references(again))
-        expected, own = [mean_loss(of, labels) for of in losses], error_of_mean(*losses)
+        (losses,) = run.reference_values(losses_of, run.references(again))
+        expected, own_error = [mean_loss(of, labels) for of in losses], error_of_mean(*losses)
         loss = torch.tensor(loss, dtype=torch.float64).to(expected[0])
-        run.check("held-out loss of what was exported", [(loss, *expected)], own=own)
-        if whole:
+        run.check("held-out loss of what was exported", [(loss, *expected)], own_error=own_error)
+        if full_state:
             text = again.generate(batches[0][0][:1, :8], max_new_tokens=24, do_sample=False)[0]
             run.print0(f"exported to {folder}, which continues: {tokenizer.decode(text)}")

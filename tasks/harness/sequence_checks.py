@@ -17,13 +17,15 @@ from utils.replicas import sum_gradients
 PACKS = int(transformers.__version__.split(".")[0]) >= 5  # by itself, where positions restart
 
 
-def show_sequence(run, workload, mesh, parallelize, formula, held=None, whole=("",), exact=True):
+def show_sequence(
+    run, workload, mesh, parallelize, formula, tokens_of=None, unsplit=("",), exact=True
+):
     """`show_model`, of a model whose tokens are split over a mesh's ranks, and further checks.
 
     That is text by `.generate`, hidden states of each rank's tokens, packed documents, and bytes.
-    formula(model, B, S), exact: as `measure_bytes` takes them. held(model, S): the tokens whose
-    hidden states a rank has, if not of `model.tokens(S)`. whole: see `show_model`; with "", which
-    is in every name, no weight is split.
+    formula(model, B, S), exact: as `measure_bytes` takes them. tokens_of(model, S): the tokens
+    whose hidden states a rank has, if not of `model.tokens(S)`. unsplit: see `show_model`; with "",
+    which is in every name, no weight is split.
     """
     run.mark, reduce = "S", partial(sum_gradients, mesh=mesh)
 
@@ -39,14 +41,14 @@ def show_sequence(run, workload, mesh, parallelize, formula, held=None, whole=("
             )
             return
         tokens = parallel.tokens(S)
-        mine = held(parallel, S) if held else tokens
-        check_hidden_states(run, batch, parallel, references, mine)
+        local = tokens_of(parallel, S) if tokens_of else tokens
+        check_hidden_states(run, batch, parallel, references, local)
         positions = torch.arange(S, device=ids.device)[None, tokens]
         inputs = ids[:, tokens], parallel.attention_mask_info(S, device=ids.device), positions
         layers, expected = run.source.config.num_hidden_layers, formula(parallel, B, S)
         measure_bytes(run, lambda: parallel.model(*inputs)[0], layers, expected, exact)
 
-    show_model(run, workload, parallelize, whole=whole, also=also, reduce=reduce)
+    show_model(run, workload, parallelize, unsplit=unsplit, also=also, reduce=reduce)
 
 
 def check_hidden_states(run, batch, parallel, references, tokens):
@@ -58,7 +60,7 @@ def check_hidden_states(run, batch, parallel, references, tokens):
     def hidden_states(model):
         return model(ids, attention_mask=mask, output_hidden_states=True).hidden_states
 
-    expected = run.expect(hidden_states, references)
+    expected = run.reference_values(hidden_states, references)
     pairs = [
         (h * real, *(e[:, tokens] * real for e in es))
         for h, es in zip(hidden_states(parallel), expected, strict=True)
@@ -105,7 +107,7 @@ def check_packed(run, ids, parallel, references, reduce):
     for reference in references[:1]:
         for name, parameter in reference.named_parameters():
             parameter.requires_grad_(only(name))
-    (losses,) = run.expect(step, references)
+    (losses,) = run.reference_values(step, references)
     (value,) = step(parallel)
     reduce(parallel.parameters())
     value = value.to(torch.promote_types(value.dtype, torch.float32))

@@ -49,9 +49,9 @@ class Reference:
         for model in self.models[:1]:
             for key, parameter in model.named_parameters():
                 parameter.requires_grad_(self.only(key))  # what is not compared takes no memory
-        self.logits, self.input_grad = run.expect(step, self.models)
+        self.logits, self.input_grad = run.reference_values(step, self.models)
         losses = [token_losses(logits, labels) for logits in self.logits]
-        self.loss, self.own = [mean_loss(of, labels) for of in losses], error_of_mean(*losses)
+        self.loss, self.own_error = [mean_loss(of, labels) for of in losses], error_of_mean(*losses)
         for model in self.models[: self.three]:
             copies = [copy.deepcopy(model), *(wider_copy(model) for _ in self.models[1:])]
             for one in copies:
@@ -85,20 +85,20 @@ class Reference:
         pairs = [] if logits is None else [(blank(logits, mask), *(x[rows] for x in self.logits))]
         end = 0, int(self.mask[0].nonzero()[-1])
         first = number > 0 and not rows.start  # of the batch's rows the one that is shown
-        mine = logits[end] if first and logits is not None else None
-        run.show("outputs", self.logits[0][end], mine)
+        local = logits[end] if first and logits is not None else None
+        run.show("outputs", self.logits[0][end], local)
         run.check(f"{name}: logits", pairs)
         loss = sum_of_parts(run, loss).to(self.loss[0].dtype)
         run.show("loss", self.loss[0], loss)
-        run.check(f"{name}: loss", [(loss, *self.loss)], own=self.own)
+        run.check(f"{name}: loss", [(loss, *self.loss)], own_error=self.own_error)
         pieces, grad = [], None
         while seen and sum(map(len, pieces)) < number:  # before these, a trial for shapes
             y = seen.pop()
             pieces.insert(0, torch.zeros_like(y) if y.grad is None else y.grad / times)
             grad = torch.cat(pieces)
         pairs = [] if grad is None else [(grad, *(x[rows] for x in self.input_grad))]
-        mine = grad[0] if first and grad is not None else None
-        run.show("input grad", self.input_grad[0][0], mine)
+        local = grad[0] if first and grad is not None else None
+        run.show("input grad", self.input_grad[0][0], local)
         run.check(f"{name}: input embeddings grad", pairs)
         self.compare_gradients(run, name, module)
         before = three_steps(parameters, step, optimizer)
@@ -131,11 +131,11 @@ def check_copies(run, title, module, value=lambda parameter: parameter):
 
     value: of a parameter, the tensor that is meant.
     """
-    mine = {(key, str(shard_of(p))): p for key, p in module.named_parameters()}
-    everyone = run.gather_objects(list(mine))
+    local = {(key, str(shard_of(p))): p for key, p in module.named_parameters()}
+    everyone = run.gather_objects(list(local))
     copied = [part for part, times in Counter(chain(*everyone)).items() if times > 1]
     hashes = run.gather_objects(
-        [(part, fingerprint([local_part(value(mine[part]))])) for part in copied if part in mine]
+        [(part, fingerprint([local_part(value(local[part]))])) for part in copied if part in local]
     )
     if copied:
         more = torch.tensor(float(len(set(chain(*hashes))) - len(copied)))  # than one of each

@@ -88,21 +88,22 @@ class Errors:
     """Measures of one tensor, each of three: the run's error, the reference's error, the values.
 
     norms: {"rms": (3, 1), "row": (3, rows), "column": (3, columns), ...}, float64. The scale is a
-    share already: its values count as 1. mean: of the run's error. own: the reference's largest.
+    share already: its values count as 1. mean: of the run's error. own_error: the reference's
+    largest.
     together: {"row": how many neighbouring rows are measured as one, "column": ...}, if they are.
     fewer: norms of fewer neighbours, where more are measured together because they share roundings.
     """
 
     norms: dict
     mean: float
-    own: float
+    own_error: float
     together: dict
     fewer: dict
     single: bool  # a matrix of one row or column
 
 
-def measure(actual, reference, exact, own=0.0):
-    """The `Errors` of tensors of one shape. own: what the reference's error is at least.
+def measure(actual, reference, exact, own_error=0.0):
+    """The `Errors` of tensors of one shape. own_error: what the reference's error is at least.
 
     In pieces of some rows: the tensors may be most of the memory.
     """
@@ -152,7 +153,7 @@ def measure(actual, reference, exact, own=0.0):
         norms["scale"] = scales(whole, count * width, part=False)
     for kind, norm in (*norms.items(), *fewer.items()):
         if "scale" not in kind:
-            norm[1].clamp_(min=own)
+            norm[1].clamp_(min=own_error)
     single = actual.dim() > 1 and min(count, width) == 1
     return Errors(norms, total.item() / actual.numel(), own_largest, together, fewer, single)
 

@@ -71,7 +71,7 @@ class Watch:
         self.counts, self.moved = {}, time.monotonic()  # since then the counts stand still
         self.contact = time.monotonic()  # when the store last answered
         if world_size > 1:
-            for loop in (self.look, self.tell):
+            for loop in (self.look, self.report):
                 threading.Thread(target=loop, daemon=True).start()
 
     def look(self):
@@ -99,7 +99,7 @@ class Watch:
                     "answer"
                 )
 
-    def tell(self):
+    def report(self):
         """Tell the store of this rank, and hear of the others, until all is over."""
         # A connection of its own: another's may be waiting in the middle of a question.
         address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -132,7 +132,7 @@ class Watch:
                     before, suspects = suspects, self.late(store)
                     if suspects == before:  # seen twice: it has not come in this very second
                         frame = sys._current_frames()[threading.main_thread().ident]
-                        self.name(*suspects, traceback.extract_stack(frame))
+                        self.blame(*suspects, traceback.extract_stack(frame))
                 self.contact = time.monotonic()
 
     def here(self, ranks=None):
@@ -188,7 +188,7 @@ class Watch:
         waiting = [rank for rank in begun if waits(rank)]
         return [rank for rank in begun if rank not in waiting], waiting
 
-    def name(self, late, waiting, frames):
+    def blame(self, late, waiting, frames):
         """End the job, for these are late. frames: where this rank waits."""
         if not late or self.rank not in waiting:
             return  # all wait, each for something else: a bug, with its traceback later
@@ -212,7 +212,7 @@ class Watch:
                 more = self.late(self.store)  # those late may wait elsewhere, not in shared memory
                 if self.rank in more[1]:
                     late = [rank for rank in late if rank in more[0]] or more[0]
-            self.name(late, waiting, traceback.extract_tb(error.__traceback__))
+            self.blame(late, waiting, traceback.extract_tb(error.__traceback__))
         if self.world_size == 1 or not speaks_of_an_end(error):
             return
         said = f"{type(error).__name__}: {' '.join(str(error).split())}"

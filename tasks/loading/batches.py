@@ -102,11 +102,11 @@ def check_partitions(run, data, parts, batches):
     name, taken = "samples that are missing, or dealt twice", Counter()
     for part, of_part in zip(parts, batches, strict=True):
         ids, mask, _ = join(list(of_part))
-        mine = [tuple(row[: n.sum()].tolist()) for row, n in zip(ids, mask, strict=True)]
-        dealt = Counter(chain(*run.gather_objects(mine)))
-        whole = Counter(tuple(sample.tolist()) for sample in part)
-        taken += whole
-        wrong = torch.tensor(float(((whole - dealt) + (dealt - whole)).total()))
+        local = [tuple(row[: n.sum()].tolist()) for row, n in zip(ids, mask, strict=True)]
+        dealt = Counter(chain(*run.gather_objects(local)))
+        full = Counter(tuple(sample.tolist()) for sample in part)
+        taken += full
+        wrong = torch.tensor(float(((full - dealt) + (dealt - full)).total()))
         run.compare(name, [(wrong, 0 * wrong)], tolerance=0.0)
     twice = taken - Counter(tuple(sample.tolist()) for sample in data)
     wrong = torch.tensor(float(twice.total()))

@@ -269,8 +269,8 @@ class Source:
         for row in range(0, shape[0], rows):
             block = torch.empty(min(rows, shape[0] - row), *shape[1:])
             block.normal_(std=self.config.initializer_range, generator=generator)
-            mine = slice(max(first.start - row, 0), max(first.stop - row, 0))
-            pieces.append(block[(mine, *others)].clone())
+            local = slice(max(first.start - row, 0), max(first.stop - row, 0))
+            pieces.append(block[(local, *others)].clone())
         values = torch.cat(pieces)
         return values + 1 if NORM.search(name) else values
 

@@ -72,15 +72,15 @@ def sequence_loss(model, embeddings, targets, length, mesh, techniques, places=N
     """Sum of this rank's tokens' losses; as `ulysses_forward` has it, but for the memory it takes.
 
     Layers are taken apart: hooks on them are not called. Raises ValueError where they are not
-    Hugging Face's own, and for techniques that are not `possible`.
+    Hugging Face's own, and for techniques that are not `supported_techniques`.
 
     model: a sequence-parallel LlamaForCausalLM. embeddings(): those of this rank's share of a
     sequence of `length` tokens, (B, S/P, H), each time in a new tensor. targets: (B, S/P), -100:
     none. mesh: of the one axis on which the sequence is split. places: all tokens' positions, (B or
     1, S); where they jump, a document begins, as in Task 4's forward. None: 0, 1, 2, ...
     """
-    if why := possible(model, techniques)[1]:
-        raise ValueError(f"{why}: ask `possible` for the techniques that are left")
+    if why := supported_techniques(model, techniques)[1]:
+        raise ValueError(f"{why}: ask `supported_techniques` for the techniques that are left")
     if places is None:
         places = torch.arange(length, device=model.device)[None]
     stack = Stack(model, embeddings, len(targets), places, group_of_axis(mesh), techniques)
@@ -102,7 +102,7 @@ def sequence_loss(model, embeddings, targets, length, mesh, techniques, places=N
     return total.masked_fill((targets == -100).all(), 0)
 
 
-def possible(model, techniques):
+def supported_techniques(model, techniques):
     """The techniques that this model allows, and why they are fewer than asked for, or None.
 
     Raises ValueError for layers that cannot be taken apart, and as `check_by_token` does.

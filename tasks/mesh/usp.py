@@ -6,7 +6,7 @@ Shapes as in `utils/__init__.py`.
 from ring_attention import RingLlama, ring_attention, ring_of
 from ulysses_forward import to_heads, to_tokens
 from utils.collectives import gather_shares, group_of_axis, subgroup
-from utils.llama import held
+from utils.llama import getter
 from utils.partition import shard_range
 from utils.sequence import MaskInfo, convert_attention, share_heads
 
@@ -57,8 +57,8 @@ def usp_parallelize(model, mesh, ulysses, zigzag=True):
     convert_attention(model, USPLlama, group, "usp", usp_attention)
     share_heads(model, ulysses_group)
     for module in [model, *(layer.self_attn for layer in model.model.layers)]:
-        module.zigzag, module.get_ulysses_group = zigzag, held(ulysses_group)
+        module.zigzag, module.get_ulysses_group = zigzag, getter(ulysses_group)
     for layer in model.model.layers:
-        layer.self_attn.get_group = held(ring)
-    model.get_ring = held(ring)
+        layer.self_attn.get_group = getter(ring)
+    model.get_ring = getter(ring)
     return model

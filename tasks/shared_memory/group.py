@@ -91,7 +91,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         self.me, self.P = rank, size
         self.room = SLOT // size // 64 * 64  # bytes that a slot has for each rank
-        self.mine, self.meet = self.memory.mine, self.memory.meet
+        self.own_slot, self.meet = self.memory.own_slot, self.memory.meet
 
     def getBackendName(self):
         return NAME
@@ -99,7 +99,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def _get_sequence_number_for_group(self):
         return self.memory.steps + self.gloo._get_sequence_number_for_group()
 
-    def tell(self, name, tensors, pieces=None):
+    def count_sent(self, name, tensors, pieces=None):
         """What PyTorch's operator of this name would have sent."""
         for meter in METERS:
             meter.count(name, tensors[0], bytes_of(self, name, tensors, pieces))
@@ -111,12 +111,12 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     @collective
     def broadcast(self, tensors, opts):
-        self.tell("c10d::broadcast_", tensors)
+        self.count_sent("c10d::broadcast_", tensors)
         for tensor in tensors:
             data = as_bytes(tensor)
             for piece in pieces(data):
                 if self.me == opts.rootRank:
-                    self.mine(piece).copy_(piece)
+                    self.own_slot(piece).copy_(piece)
                 slots = self.meet("broadcast", data.nbytes, piece, opts.rootRank)
                 if self.me != opts.rootRank:
                     piece.copy_(slots[opts.rootRank])
@@ -125,7 +125,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     @collective
     def allreduce(self, tensors, opts):
-        self.tell("c10d::allreduce_", tensors)
+        self.count_sent("c10d::allreduce_", tensors)
         if (how := operator_of(opts)) is None or tensors[0].layout != torch.strided:
             return self.gloo.allreduce(tensors, opts)
         for tensor in tensors:
@@ -138,18 +138,18 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def reduce_piece(self, how, piece, nbytes):
         meet = partial(self.meet, "all_reduce", nbytes, piece, told(how, piece))
         if piece.nbytes <= SMALL:
-            self.mine(piece).copy_(piece)
+            self.own_slot(piece).copy_(piece)
             reduce_into(piece, how, meet())
             return
         cuts = [rank * len(piece) // self.P for rank in range(1, self.P)]
         shares, me = piece.tensor_split(cuts), self.me
         others = [rank for rank in range(self.P) if rank != me]
-        slots = self.mine(piece).tensor_split(cuts)
+        slots = self.own_slot(piece).tensor_split(cuts)
         for rank in others:
             slots[rank].copy_(shares[rank])
         parts = [part.tensor_split(cuts)[me] for part in meet()]
         parts[me] = shares[me]
-        total = self.mine(piece).tensor_split(cuts)[me]
+        total = self.own_slot(piece).tensor_split(cuts)[me]
         reduce_into(total, how, parts)
         shares[me].copy_(total)
         sums = meet()
@@ -174,19 +174,19 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     def gather_into(self, outputs, tensor):
         """outputs: flat, of this tensor's size, of each rank's."""
-        self.tell("c10d::_allgather_base_", [tensor])
+        self.count_sent("c10d::_allgather_base_", [tensor])
         flat = flatten(tensor)
         for out in outputs:
             must_be(out, flat.numel(), flat.dtype)
         for piece, *parts in zip(pieces(flat), *map(pieces, outputs), strict=True):
-            self.mine(piece).copy_(piece)
+            self.own_slot(piece).copy_(piece)
             slots = self.meet("all_gather", flat.nbytes, piece)
             for part, slot in zip(parts, slots, strict=True):
                 part.copy_(slot)
 
     @collective
     def _reduce_scatter_base(self, output, tensor, opts):
-        self.tell("c10d::_reduce_scatter_base_", [tensor])
+        self.count_sent("c10d::_reduce_scatter_base_", [tensor])
         if (how := operator_of(opts)) is None:
             return self.gloo._reduce_scatter_base(output, tensor, opts)
         flat = flatten(output)
@@ -195,7 +195,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         parts = [part.split(size) for part in flatten(tensor).chunk(self.P)]
         for piece, *given in zip(flat.split(size), *parts, strict=True):
             for rank, part in enumerate(given):
-                self.room_for(rank, self.mine(), part).copy_(part)
+                self.room_for(rank, self.own_slot(), part).copy_(part)
             slots = self.meet("reduce_scatter", flat.nbytes, how=told(how, flat))
             reduce_into(piece, how, [self.room_for(self.me, slot, piece) for slot in slots])
         give_back(flat, output)
@@ -212,7 +212,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
     @collective
     def alltoall_base(self, output, tensor, received, given, opts=None):
         """What each gives to each is told in the first step: so all know how many there are."""
-        self.tell("c10d::alltoall_base_", [tensor], given)
+        self.count_sent("c10d::alltoall_base_", [tensor], given)
         P, inputs, outputs = self.P, as_bytes(tensor), as_bytes(output)
         given, received = bytes_for_each(tensor, given, P), bytes_for_each(output, received, P)
         sources, targets = inputs.split(given), outputs.split(received)
@@ -223,7 +223,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         while step < steps:
             at = slice(step * self.room, (step + 1) * self.room)
             for rank, source in enumerate(sources):
-                self.room_for(rank, self.mine(), source[at]).copy_(source[at])
+                self.room_for(rank, self.own_slot(), source[at]).copy_(source[at])
             slots = self.meet("all_to_all")
             if not step:
                 steps = math.ceil(max(words[table : table + P * P]) / self.room)
@@ -260,7 +260,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     @torch.inference_mode()
     def send(self, tensors, dst, tag=0):
-        self.tell("c10d::send", tensors)
+        self.count_sent("c10d::send", tensors)
         return self.memory.begin(("to", dst), self.memory.push(as_bytes(tensors[0]), dst, tag))
 
     @torch.inference_mode()

@@ -108,7 +108,7 @@ class SharedMemory:
             self.views[key] = [[beginning(slot, like) for slot in half] for half in self.slots]
         return self.views[key]
 
-    def mine(self, like=None):
+    def own_slot(self, like=None):
         """The slot that this rank writes into in its next step."""
         return self.halves(like)[(self.steps + 1) % 2][self.me]
 

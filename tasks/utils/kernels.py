@@ -33,11 +33,11 @@ def for_all(keys, heads):
     return keys.repeat_interleave(heads // keys.shape[1], 1)
 
 
-def sum_over_heads(keys, *gradients):
-    """Sum gradients of heads that `for_all` repeated, (B, heads, S, D), into `keys` KV heads."""
-    if gradients[0].shape[1] == keys:
+def sum_over_heads(num_kv_heads, *gradients):
+    """Sum gradients of heads that `for_all` repeated, (B, heads, S, D), into `num_kv_heads`."""
+    if gradients[0].shape[1] == num_kv_heads:
         return gradients
-    return [gradient.unflatten(1, (keys, -1)).sum(2) for gradient in gradients]
+    return [gradient.unflatten(1, (num_kv_heads, -1)).sum(2) for gradient in gradients]
 
 
 @cache
@@ -111,7 +111,7 @@ def attend_backward(grad, q, k, v, o, lse, rest=(), causal=True, bias=None):
     that block's exact gradients, since with the full lse, exp(scores - lse) is the true softmax.
     Each tensor may lie in memory in any way.
     """
-    kernel, keys, causal = kernel_of(q, bias), k.shape[1], causal and bias is None
+    kernel, num_kv_heads, causal = kernel_of(q, bias), k.shape[1], causal and bias is None
     grad, q, k, v, o = contiguous_last_dim(grad, q, k, v, o)
     if kernel == "plain":
         return plain_backward(grad, q, k, v, o, lse, causal, bias)
@@ -119,7 +119,7 @@ def attend_backward(grad, q, k, v, o, lse, rest=(), causal=True, bias=None):
     if kernel == "cpu":
         backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
         dq, dk, dv = backward(grad, q, k, v, o, lse, 0.0, causal, attn_mask=bias)
-        return dq, *sum_over_heads(keys, dk, dv)
+        return dq, *sum_over_heads(num_kv_heads, dk, dv)
     lse = lse.contiguous()
     if kernel == "flash":
         backward = aten._scaled_dot_product_flash_attention_backward
@@ -130,7 +130,7 @@ def attend_backward(grad, q, k, v, o, lse, rest=(), causal=True, bias=None):
     backward = aten._scaled_dot_product_efficient_attention_backward
     wanted = [True, True, True, False]
     dq, dk, dv, _ = backward(grad, q, k, v, bias, o, lse, *rest, 0.0, wanted, causal)
-    return dq, *sum_over_heads(keys, dk, dv)
+    return dq, *sum_over_heads(num_kv_heads, dk, dv)
 
 
 # ---------------------------------------------------------------- without a kernel

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from transformers import LlamaForCausalLM
 
 
-def held(group):
+def getter(group):
     """A function that returns `group`, for a module to have: deep copies of it have the same group.
 
     copy.deepcopy cannot copy a process group, but takes a function as it is.
@@ -20,8 +20,8 @@ def held(group):
     return lambda: group
 
 
-def bound(function, **given):
-    """As functools.partial, whose arguments copy.deepcopy would copy; see `held`."""
+def bind(function, **given):
+    """As functools.partial, whose arguments copy.deepcopy would copy; see `getter`."""
     return lambda *args, **kwargs: function(*args, **given, **kwargs)
 
 
@@ -61,7 +61,7 @@ def next_tokens(labels, size, vocab_size, ignore_index=-100, shift_labels=None):
     return targets
 
 
-def check_tokens(model):
+def refuse_adapters_across_tokens(model):
     """ValueError for PEFT's adapters that are not right where each rank has its own tokens."""
     if "peft" in sys.modules:
         from utils.adapters import check_by_token

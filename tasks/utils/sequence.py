@@ -14,7 +14,15 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from utils.collectives import gather_shares, reduce_from_region
 from utils.errors import UserError
-from utils.llama import check_ids, check_ordinary, check_tokens, guard, held, next_tokens, rope_of
+from utils.llama import (
+    check_ids,
+    check_ordinary,
+    getter,
+    guard,
+    next_tokens,
+    refuse_adapters_across_tokens,
+    rope_of,
+)
 from utils.losses import cross_entropy
 from utils.partition import shard_heads, shard_range
 
@@ -40,9 +48,9 @@ def convert_attention(model, kind, group, name, attend):
         if hasattr(module, "config"):
             module.config = config
     for layer in model.model.layers:
-        layer.self_attn.get_group = held(group)
-    guard(model, check_tokens)
-    model.__class__, model.get_group = kind, held(group)
+        layer.self_attn.get_group = getter(group)
+    guard(model, refuse_adapters_across_tokens)
+    model.__class__, model.get_group = kind, getter(group)
     model.parts, model.multiple = group.size(), 1  # see `SequenceParallelLlama.padded`
 
 

@@ -76,7 +76,7 @@ def shard_of(parameter):
     return getattr(parameter, "shard", tuple(slice(0, size) for size in parameter.shape))
 
 
-class SharedLinear(nn.Linear):
+class ReplicatedKVLinear(nn.Linear):
     """A linear layer that several ranks hold in full, each using its output for other heads.
 
     It is f applied to the weights: their gradient is the sum over these ranks, of which
@@ -108,11 +108,11 @@ def refuse_if_split(model):
     """Refuse a model that is split; and let this one, to be split, refuse to be saved or resized.
 
     PEFT's adapters are refused, too: present ones now, later ones at the next forward.
-    Raises ValueError as `check_unsplit` and `check_slices` do.
+    Raises ValueError as `check_unsplit` and `refuse_adapters_on_slices` do.
     """
     check_unsplit(model)
-    check_slices(model)
-    guard(model, check_slices)
+    refuse_adapters_on_slices(model)
+    guard(model, refuse_adapters_on_slices)
 
     def save_pretrained(*_, **__):
         raise ValueError("save_pretrained: each rank has slices only; save the model before")
@@ -131,7 +131,7 @@ def check_unsplit(model):
     check_ordinary(model)
 
 
-def check_slices(model):
+def refuse_adapters_on_slices(model):
     """ValueError for PEFT's adapters: none is right on slices of weights."""
     if "peft" in sys.modules:  # else there is no adapter
         from utils.adapters import refuse_adapters

@@ -24,7 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from dtensor_llama import dtensor_parallelize
 from harness.float64 import compute_in_float64
-from memory.long_sequence import Techniques, possible
+from memory.long_sequence import Techniques, supported_techniques
 from ring_attention import ring_parallelize
 from tp_llama import tensor_parallelize
 from tp_ulysses import parallelize_tp_sp
@@ -196,7 +196,9 @@ def by_shard_loss(model, ids, mesh, techniques=None):
 
 
 def by_techniques(model, ids, mesh):
-    return by_shard_loss(model, ids, mesh, possible(base(model), Techniques(tile_tokens=5))[0])
+    return by_shard_loss(
+        model, ids, mesh, supported_techniques(base(model), Techniques(tile_tokens=5))[0]
+    )
 
 
 def base(model):

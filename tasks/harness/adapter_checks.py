@@ -31,20 +31,20 @@ def whole_step(model, inputs):
 
 def expect_step(run, references, inputs):
     """The losses of a step of the references, and what their own error is at least."""
-    losses, means = run.expect(lambda model: whole_step(model, inputs), references)
+    losses, means = run.reference_values(lambda model: whole_step(model, inputs), references)
     return means, error_of_mean(*losses)
 
 
-def compare_gradients(run, name_of, model, references):
+def compare_adapter_gradients(run, name_of, model, references):
     """Each trained parameter's gradient, beside the references' after their last step.
 
     name_of(name): the check's.
     """
-    whole = trained_parameters(references[0]) if references else {}
+    full = trained_parameters(references[0]) if references else {}
     for name, parameter in trained_parameters(model).items():
-        grads = [whole[name].grad] if references else []
-        grads += [whole[name].exact_grad for _ in references[1:]]
-        ((*expected,),) = run.expect(lambda grad: [grad], grads)
+        grads = [full[name].grad] if references else []
+        grads += [full[name].exact_grad for _ in references[1:]]
+        ((*expected,),) = run.reference_values(lambda grad: [grad], grads)
         pair = parameter.grad, *expected
         run.compare(name_of(name), [pair], kind=kind_of(name))
 
@@ -95,20 +95,20 @@ def check_training(
 
 def check_step(run, model, references, optimizers, compute, ids, inputs):
     """Both take one step from the same parameters, which is compared: (reference's loss, loss)."""
-    expected, own = expect_step(run, references, inputs)
+    expected, own_error = expect_step(run, references, inputs)
     model.zero_grad()
     # Of all shares of the sequence.
     parts = all_gather(compute(model, ids).double(), llama_of(model).get_group())
     loss = parts.new_tensor(sum(parts.tolist()))  # in the order that training adds in
-    run.compare("losses", [(loss, *(x.double() for x in expected))], own=own)
-    compare_gradients(run, lambda n: f"{kind_of(n)} grad", model, references)
-    mine, whole = trained_parameters(model), trained_parameters(references[0]) if references else {}
-    for name, parameter in whole.items():
-        parameter.grad = mine[name].grad.clone()
+    run.compare("losses", [(loss, *(x.double() for x in expected))], own_error=own_error)
+    compare_adapter_gradients(run, lambda n: f"{kind_of(n)} grad", model, references)
+    local, full = trained_parameters(model), trained_parameters(references[0]) if references else {}
+    for name, parameter in full.items():
+        parameter.grad = local[name].grad.clone()
     for optimizer in optimizers:
         optimizer.step()
-    for name, parameter in mine.items():
-        pair = parameter.detach(), run.broadcast(whole.get(name))
+    for name, parameter in local.items():
+        pair = parameter.detach(), run.broadcast(full.get(name))
         run.compare(f"{kind_of(name)} after a step", [pair], tolerance=0.0)
     return expected[0], loss
 
@@ -121,7 +121,7 @@ def check_again(run, losses, checked, deterministic):
     run.check("losses of the training, as checked", [(first, checked)], bound)
 
 
-def check_in_float32(run, model, compute, ids, expected, own):
+def check_in_float32(run, model, compute, ids, expected, own_error):
     """The loss once more with the same weights in float32.
 
     In bfloat16 a label that got lost may change the loss by less than rounding does. The same
@@ -137,19 +137,19 @@ def check_in_float32(run, model, compute, ids, expected, own):
     for parameter in narrow:
         parameter.data = parameter.data.to(run.dtype)
     units = [torch.finfo(dtype).eps for dtype in (torch.float32, run.dtype)]
-    bound = 2 * LIMITS["rms"] * own * units[0] / units[1] + 4 * units[0] * exact.item()
+    bound = 2 * LIMITS["rms"] * own_error * units[0] / units[1] + 4 * units[0] * exact.item()
     run.check("loss in float32", [(loss, exact)], bound)  # both round, so twice
 
 
-def check_techniques(run, model, references, compute, alone, ids, expected, own):
+def check_techniques(run, model, references, compute, alone, ids, expected, own_error):
     """Each technique alone: loss and gradients after the steps before (at first LoRA's are 0)."""
     for name, techniques in alone:
         model.zero_grad()
         loss = compute(model, ids, techniques=techniques)
         loss = all_gather(loss, llama_of(model).get_group()).sum(0)
-        run.check(f"{name}: loss", [(loss, *(x.to(loss) for x in expected))], own=own)
+        run.check(f"{name}: loss", [(loss, *(x.to(loss) for x in expected))], own_error=own_error)
         check = f"{name}: gradients"
-        compare_gradients(run, lambda _, check=check: check, model, references)
+        compare_adapter_gradients(run, lambda _, check=check: check, model, references)
         run.check(check)
 
 
