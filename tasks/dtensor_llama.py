@@ -40,7 +40,7 @@ import harness
 from utils.collectives import group_of_axis, reduce_from_region, subgroup
 from utils.errors import UserError
 from utils.gradients import local_part
-from utils.llama import getter, next_tokens
+from utils.llama import getter, guard_dropout, next_tokens
 from utils.partition import shard_heads
 from utils.shards import (
     ReplicatedKVLinear,
@@ -144,6 +144,7 @@ def dtensor_parallelize(model, mesh, plan=PLAN):
     group_of_axis(mesh)  # raises for a mesh of two
     refuse_if_split(model)
     ranks, config = mesh.size(), model.config
+    guard_dropout(model, ranks)
     if config.num_key_value_heads % ranks:
         plan = plan | plan_whole_heads(model, mesh)
     embedding, head = model.model.embed_tokens, model.lm_head

@@ -46,6 +46,7 @@ from dtensor_llama import COLUMNS, HEADS, Local, VocabularyRows, apply_plan, spl
 from utils.collectives import all_reduce
 from utils.errors import UserError
 from utils.gradients import new_gradients, sum_in_place
+from utils.llama import guard_dropout
 from utils.partition import shard_range
 from utils.shards import refuse_if_split
 
@@ -153,6 +154,7 @@ def parallelize_2d(model, mesh, replicate=False):
     more ranks along tp than query heads or words, ValueError for a model that is split already.
     """
     refuse_if_split(model)
+    guard_dropout(model, mesh["tp"].size())
     tp, head, base = mesh["tp"], model.lm_head, model.model
     tied = head.weight is base.embed_tokens.weight
     apply_plan(model, tp, PLAN | plan_uneven_heads(model, tp.size(), tp.get_local_rank()))

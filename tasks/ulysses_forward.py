@@ -32,6 +32,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import harness
 from utils.collectives import group_of_axis
+from utils.llama import guard_dropout
 from utils.partition import shard_range
 from utils.sequence import MaskInfo, SequenceParallelLlama, convert_attention, share_heads
 
@@ -156,6 +157,7 @@ def sequence_parallelize(model, mesh):
     group = group_of_axis(mesh)
     convert_attention(model, SequenceParallelLlama, group, "ulysses", ulysses_attention)
     share_heads(model, group)
+    guard_dropout(model, group.size())
     return model
 
 

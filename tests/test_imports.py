@@ -32,6 +32,7 @@ TECHNIQUES = {
     "sequence_loss": ("memory.long_sequence", 2450),  # Task 4's, the ring's, and its own 800
     "SavedOutputs": ("memory.saved_outputs", 1800),
     "sum_gradients": ("utils.replicas", LINES),
+    "save_pretrained": ("utils.full_model", LINES),
     "attend": ("utils.kernels", LINES),
 }
 # One process has the libraries, for what they load and set is not the project's. Each technique is

@@ -274,6 +274,15 @@ class Source:
         values = torch.cat(pieces)
         return values + 1 if NORM.search(name) else values
 
+    def dtype(self):
+        """The configuration's, or else that of the weights."""
+        # transformers 4 calls it otherwise.
+        said = getattr(self.config, "dtype", None) or getattr(self.config, "torch_dtype", None)
+        if said is not None:
+            return said if isinstance(said, torch.dtype) else getattr(torch, said)
+        name, shape = next(iter(self.shapes.items()))
+        return self.read(name, (slice(0, 1),) * len(shape)).dtype
+
     def tokenizer(self):
         """The model's tokenizer, or None for random weights or a directory without one.
 
@@ -311,6 +320,22 @@ class Source:
                 f"{self.config.vocab_size}"
             )
         return tokenizer
+
+
+def from_pretrained(parallelize, name_or_folder, dtype=None, device="cpu"):
+    """Load a Llama that `parallelize` splits in place, of which each rank reads its own slices.
+
+    parallelize: `partial(tensor_parallelize, mesh=mesh)`, say, which is given the model without
+    memory; None: the full model, by transformers. name_or_folder: a directory of safetensors, in
+    one file or several, or an id on the hub. dtype: by default the configuration's, else that of
+    the weights. Each rank calls it; nothing is sent. Raises UserError, with one line, for what
+    cannot be loaded: no such model, a tensor that is missing, unexpected or of another shape.
+    """
+    name = str(name_or_folder)
+    if is_remote(name):
+        download(name)
+    source = Source(name)
+    return source.load_model(dtype or source.dtype(), device, parallelize)
 
 
 def find_preset(name, kinds):

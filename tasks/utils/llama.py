@@ -69,6 +69,25 @@ def refuse_adapters_across_tokens(model):
         check_by_token(model)
 
 
+def guard_dropout(model, ranks):
+    """Refuse dropout of attention in training by a ValueError: ranks have different heads."""
+    if ranks > 1:
+        guard(model, refuse_dropout)
+
+
+def refuse_dropout(model):
+    """ValueError for what `guard_dropout` names.
+
+    With one seed, which they need, ranks would drop the same for different heads.
+    """
+    base = getattr(model, "model", model)
+    rate = base.layers[0].self_attn.attention_dropout
+    if model.training and rate:
+        raise ValueError(
+            f"attention_dropout {rate} in training: ranks would drop the same for different heads"
+        )
+
+
 class Guard:
     """A pre-hook, of a model or of a part, that calls check(model).
 

@@ -7,7 +7,9 @@ Shapes as in `utils/__init__.py`.
 import inspect
 import sys
 import weakref
+from functools import wraps
 
+import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
@@ -105,17 +107,23 @@ def with_full_logits(gather):
 
 
 def refuse_if_split(model):
-    """Refuse a model that is split; and let this one, to be split, refuse to be saved or resized.
+    """Refuse a model that is split; and let this one, to be split, refuse what slices cannot do.
 
-    PEFT's adapters are refused, too: present ones now, later ones at the next forward.
-    Raises ValueError as `check_unsplit` and `refuse_adapters_on_slices` do.
+    That is to be saved or resized, to be clipped by PyTorch's own norm (`full_model.py` has what
+    takes their place), and to have PEFT's adapters: present ones are refused now, later ones at the
+    next forward. Raises ValueError as `check_unsplit` and `refuse_adapters_on_slices` do.
     """
     check_unsplit(model)
     refuse_adapters_on_slices(model)
     guard(model, refuse_adapters_on_slices)
+    model.register_state_dict_pre_hook(refuse_state_dict)
+    refuse_to_clip_slices()
 
     def save_pretrained(*_, **__):
-        raise ValueError("save_pretrained: each rank has slices only; save the model before")
+        raise ValueError(
+            "save_pretrained: each rank has slices only; utils.full_model.save_pretrained(model, "
+            "folder) writes the full model"
+        )
 
     def resize_token_embeddings(*_, **__):
         raise ValueError("resize_token_embeddings: each rank has slices only; resize it before")
@@ -137,6 +145,43 @@ def refuse_adapters_on_slices(model):
         from utils.adapters import refuse_adapters
 
         refuse_adapters(model)
+
+
+def is_slice(parameter):
+    """Whether it is what `keep_shard` has left of a larger one."""
+    return getattr(parameter, "ds_shape", parameter.shape) != parameter.shape
+
+
+def refuse_state_dict(model, prefix, keep_vars):
+    """A hook: ValueError where a state dict would have slices by the names of full tensors."""
+    if any(map(is_slice, model.parameters())):
+        raise ValueError(
+            "state_dict: each rank has slices only; utils.full_model.full_state_dict(model) "
+            "gathers the full tensors, and named_parameters() has the slices"
+        )
+
+
+def refuse_to_clip_slices():
+    """From now on PyTorch's `clip_grad_norm_` raises ValueError for slices.
+
+    Each rank would clip by the norm of its own ones, and ranks would part.
+    """
+    original = nn.utils.clip_grad_norm_
+    if hasattr(original, "refuses_slices"):
+        return
+
+    @wraps(original)
+    def clip_grad_norm_(parameters, *args, **kwargs):
+        parameters = [parameters] if torch.is_tensor(parameters) else list(parameters)
+        if any(map(is_slice, parameters)):
+            raise ValueError(
+                "clip_grad_norm_: each rank has slices only; utils.full_model.clip_grad_norm_("
+                "model, max_norm) clips by the full model's norm"
+            )
+        return original(parameters, *args, **kwargs)
+
+    clip_grad_norm_.refuses_slices = True
+    nn.utils.clip_grad_norm_ = nn.utils.clip_grad.clip_grad_norm_ = clip_grad_norm_
 
 
 def local_rows(ids, weight, first, vocab_size, padding):

@@ -1,0 +1,319 @@
+"""The full model that a split one stands for: its gradients' norm, its weights, its folder.
+
+Every parameter knows which region of the full tensor this rank has (`shards.shard_of`), and nothing
+else is needed here: not which technique split the model, nor along how many axes of a mesh. All
+ranks of `group`, by default all there are, call these functions together. What several of them have
+counts once, and is taken from the first of them.
+"""
+
+import copy
+import hashlib
+import json
+import os
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from utils.collectives import all_gather
+from utils.gradients import local_part
+from utils.shards import shard_of
+
+# ---------------------------------------------------------------- gradients
+
+
+def clip_grad_norm_(model, max_norm, group=None):
+    """Scale all gradients in place so that the full model's norm is at most `max_norm`.
+
+    It takes the place of `torch.nn.utils.clip_grad_norm_`, which would take each rank's slices for
+    all there is. Returns the norm before, as `grad_norm` does, and raises as that.
+    """
+    norm = grad_norm(model, group)
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # PyTorch's own formula
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                grad = local_part(parameter.grad)
+                grad.mul_(scale.to(grad.device, torch.promote_types(grad.dtype, torch.float32)))
+    return norm
+
+
+@torch.no_grad()
+def grad_norm(model, group=None):
+    """The 2-norm of all gradients of the full model, a float64 scalar, the same bits on all ranks.
+
+    Raises ValueError where ranks that have the same part of a parameter have different gradients
+    for it: those of their own tokens or samples, which are not summed yet.
+    """
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    norms = {name_of_part(name, p): norm_of(p) for name, p in trained}
+    device = trained[0][1].device if trained else torch.device("cpu")
+    first = {}  # of each part the norm that the first rank has which has this part
+    for table in gather_tables(norms, device, group):
+        for part, norm in table:
+            expected = first.setdefault(part, norm)
+            # (Ranks that compute the same by other kernels may round differently. A sum that was
+            # left out is farther off. What is not finite is the caller's to see.)
+            if abs(norm - expected) > 1e-2 * max(norm, expected):
+                of = {digest_of(part): part for part in norms}.get(part, "a parameter of others")
+                raise ValueError(
+                    f"gradients of {of} differ between ranks that all have it: sum or average "
+                    "them first (sum_gradients)"
+                )
+    total = torch.tensor([*first.values(), 0.0], dtype=torch.float64)
+    return total.square().sum().sqrt().to(device)
+
+
+def name_of_part(name, parameter):
+    """A text that is the same on all ranks that have the same region of a parameter."""
+    return f"{name} {[(part.start, part.stop) for part in shard_of(parameter)]}"
+
+
+def norm_of(parameter):
+    """Of this rank's part of the gradient; 0 where there is none."""
+    if parameter.grad is None:
+        return torch.zeros((), dtype=torch.float64, device=parameter.device)
+    grad = local_part(parameter.grad, parameter)
+    wide = torch.promote_types(grad.dtype, torch.float32)
+    return torch.linalg.vector_norm(grad, dtype=wide).double()
+
+
+def digest_of(part):
+    """64 bits that stand for a part's name, so that a table of them is a tensor."""
+    digest = hashlib.sha256(part.encode()).digest()
+    return int.from_bytes(digest[:8], "big", signed=True)
+
+
+def gather_tables(norms, device, group):
+    """Every rank's [(digest of a part, norm)], from its {part: norm}: 16 bytes a part are sent."""
+    digests = torch.tensor([digest_of(part) for part in norms], dtype=torch.int64, device=device)
+    values = torch.stack([*norms.values(), digests.new_zeros((), dtype=torch.float64)])[:-1]
+    table = torch.stack([digests, values.view(torch.int64)], dim=1)
+    tables = [table]
+    if dist.is_initialized():
+        group = group or dist.group.WORLD
+        counts = all_gather(torch.tensor(len(table), device=device), group).tolist()
+        padded = table.new_zeros(max(counts), 2)
+        padded[: len(table)] = table
+        everyone = all_gather(padded, group)
+        tables = [one[:count] for one, count in zip(everyone, counts, strict=True)]
+    for one in tables:
+        parts, values = one.cpu().unbind(1)
+        values = values.contiguous().view(torch.float64)
+        yield list(zip(parts.tolist(), values.tolist(), strict=True))
+
+
+# ---------------------------------------------------------------- weights
+
+
+@dataclass(frozen=True)
+class Described:
+    """A full parameter. parts: {region, ((start, stop) for each dim): the rank to take it from}."""
+
+    shape: tuple
+    dtype: torch.dtype
+    parts: dict
+
+    @property
+    def nbytes(self):
+        return prod(self.shape) * self.dtype.itemsize
+
+
+def describe(model, group=None):
+    """{name: `Described`} of all parameters of the full model, the same on all ranks.
+
+    Raises ValueError, on all ranks, where the ranks do not have all of one together.
+    """
+    local = {}
+    for name, parameter in model.named_parameters():
+        region = tuple((part.start, part.stop) for part in shard_of(parameter))
+        shape = getattr(parameter, "ds_shape", parameter.shape)
+        local[name] = tuple(shape), parameter.dtype, region
+    everyone = [local]
+    if dist.is_initialized():
+        group = group or dist.group.WORLD
+        everyone = [None] * group.size()
+        dist.all_gather_object(everyone, local, group=group)
+    found = {}
+    for rank, parameters in enumerate(everyone):
+        for name, (shape, dtype, region) in parameters.items():
+            one = found.setdefault(name, Described(shape, dtype, {}))
+            if all(start < stop for start, stop in region):
+                one.parts.setdefault(region, rank)
+    for name, one in found.items():
+        if sum(prod(stop - start for start, stop in part) for part in one.parts) != prod(one.shape):
+            raise ValueError(f"{name}: these ranks do not have all of it")
+    return found
+
+
+@torch.no_grad()
+def full_tensors(model, found, group=None):
+    """Yield (name, tensor), one after the other: full, on the CPU, on rank 0; elsewhere None.
+
+    found: of `describe`. No rank ever has more than one tensor in full.
+    """
+    parameters = dict(model.named_parameters())
+    rank, group = 0, group or (dist.group.WORLD if dist.is_initialized() else None)
+    if group:
+        rank = group.rank()
+    for name, one in found.items():
+        full = torch.empty(one.shape, dtype=one.dtype) if rank == 0 else None
+        for region, holder in one.parts.items():
+            piece = None
+            if rank == holder:
+                piece = local_part(parameters[name]).detach()
+            if holder != 0 and rank in (0, holder):
+                piece = pass_to_first(piece, region, one.dtype, holder, group)
+            if rank == 0:
+                full[tuple(slice(*part) for part in region)] = piece.cpu()
+        yield name, full
+
+
+def pass_to_first(piece, region, dtype, holder, group):
+    """Send a piece from rank `holder` to rank 0, which gets it."""
+    by_nccl = dist.get_backend(group) == "nccl"
+    device = torch.device("cuda", torch.cuda.current_device()) if by_nccl else torch.device("cpu")
+    first, source = (dist.get_global_rank(group, rank) for rank in (0, holder))
+    if piece is not None:
+        dist.send(piece.to(device).contiguous(), first, group=group)
+        return None
+    shape = [stop - start for start, stop in region]
+    received = torch.empty(shape, dtype=dtype, device=device)
+    dist.recv(received, source, group=group)
+    return received
+
+
+def full_state_dict(model, group=None):
+    """{name: tensor} of all parameters of the full model, on the CPU of rank 0; elsewhere {}.
+
+    What `model.state_dict()` would be, were the model not split; of tied weights one name.
+    """
+    tensors = full_tensors(model, describe(model, group), group)
+    return {name: tensor for name, tensor in tensors if tensor is not None}
+
+
+# ---------------------------------------------------------------- a folder
+
+DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+INDEX = "model.safetensors.index.json"
+
+
+def save_pretrained(model, folder, max_shard_size=5 * 10**9, group=None):
+    """Write the folder that transformers' `save_pretrained` writes of the full model; rank 0 does.
+
+    Weights (safetensors; beyond `max_shard_size` bytes several files and an index), configuration
+    and generation settings. A tensor is gathered, written and forgotten before the next, so that no
+    rank needs room for the model. Files get their names when all are complete: what was there
+    before is still there if one cannot be written. Then all ranks raise OSError.
+
+    Of a PEFT model the adapter is written, by PEFT. Raises ValueError as `describe` does.
+    """
+    folder, found = Path(folder), describe(model, group)
+    rank = dist.get_rank(group) if dist.is_initialized() else 0
+    if hasattr(model, "peft_config"):
+        if any(len(one.parts) > 1 for one in found.values()):
+            raise ValueError("an adapter on a split model: only whole weights can have one")
+        error = attempt(lambda: model.save_pretrained(folder)) if rank == 0 else None
+        return raise_together(error, folder, group)
+    files, error = into_files(found, max_shard_size), None
+    tensors = full_tensors(model, found, group)
+    if rank == 0:
+        error = attempt(lambda: write_all(model, folder, files, found, tensors))
+    for _ in tensors:  # of other ranks, and after an error: nobody may wait for a piece
+        pass
+    return raise_together(error, folder, group)
+
+
+def attempt(function):
+    """Call it, and return the exception that it raised, or None."""
+    try:
+        function()
+    except Exception as error:
+        return error
+    return None
+
+
+def raise_together(error, folder, group):
+    """OSError on all ranks if there was an error on rank 0."""
+    said = [None if error is None else f"{folder}: not written ({error})"]
+    if dist.is_initialized():
+        dist.broadcast_object_list(said, dist.get_global_rank(group or dist.group.WORLD, 0), group)
+    if said[0]:
+        raise OSError(said[0]) from error
+
+
+def into_files(found, max_shard_size):
+    """{file: its tensors' names}, none larger than that but for a single tensor."""
+    groups, room = [], 0
+    for name, one in found.items():
+        if one.nbytes > room or not groups:
+            groups.append([])
+            room = max_shard_size
+        groups[-1].append(name)
+        room -= one.nbytes
+    if len(groups) == 1:
+        return {"model.safetensors": groups[0]}
+    count = len(groups)
+    return {f"model-{i:05}-of-{count:05}.safetensors": names for i, names in enumerate(groups, 1)}
+
+
+def write_all(model, folder, files, found, tensors):
+    """Write all files by other names, and rename them at the end."""
+    folder.mkdir(parents=True, exist_ok=True)
+    written = {}  # {name: its path so far}
+    try:
+        for name, names in files.items():
+            written[name] = folder / f"{name}.part"
+            write_safetensors(written[name], {name: found[name] for name in names}, tensors)
+        if len(files) > 1:
+            written[INDEX] = folder / f"{INDEX}.part"
+            where = {name: file for file, names in files.items() for name in names}
+            size = sum(one.nbytes for one in found.values())
+            index = {"metadata": {"total_size": size}, "weight_map": where}
+            written[INDEX].write_text(json.dumps(index, indent=2) + "\n")
+        write_settings(model, folder, next(iter(found.values())).dtype)
+        for earlier in *folder.glob("model*.safetensors"), folder / INDEX:
+            if earlier.name not in written:  # an earlier model's: it would be read beside these
+                earlier.unlink(missing_ok=True)
+        for name, part in written.items():
+            os.replace(part, folder / name)
+    finally:
+        for part in written.values():
+            part.unlink(missing_ok=True)
+
+
+def write_safetensors(path, found, tensors):
+    """A safetensors file, tensor by tensor, as they come. found: {name: `Described`}, in order.
+
+    The library's own writer wants all of them at once. The format is a length, a header of JSON,
+    and the tensors' bytes (https://huggingface.co/docs/safetensors).
+    """
+    header, offset = {"__metadata__": {"format": "pt"}}, 0
+    for name, one in found.items():
+        stop = offset + one.nbytes
+        described = {"dtype": DTYPES[one.dtype], "shape": one.shape, "data_offsets": [offset, stop]}
+        header[name], offset = described, stop
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for expected in found:
+            name, tensor = next(tensors)
+            assert name == expected, (name, expected)
+            file.write(tensor.view(torch.uint8).numpy())
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def write_settings(model, folder, dtype):
+    """config.json and generation_config.json, as the full model has them."""
+    config, generation = getattr(model, "before", (model.config, model.generation_config))
+    config = copy.deepcopy(config)
+    library = (kind for kind in type(model).__mro__ if kind.__module__.startswith("transformers."))
+    config.architectures = [next(library).__name__]
+    # transformers 4 calls it otherwise.
+    setattr(config, "dtype" if hasattr(config, "dtype") else "torch_dtype", dtype)
+    config.save_pretrained(folder)
+    generation.save_pretrained(folder)
