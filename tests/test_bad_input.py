@@ -287,14 +287,15 @@ def test_plan_names_no_module(tmp_path):
 
 
 @pytest.mark.alone
-def test_one_line_from_all_ranks(directory):
+@pytest.mark.parametrize("what", ["model", pytest.param("flag", marks=pytest.mark.stress)])
+def test_one_line_from_all_ranks(what, directory):
     """Under torchrun too: one line, from one rank, and the ranks exit with 2."""
     change_config(directory, model_type="gpt2")
-    for nproc, args in (2, ["--model", directory]), (2, ["--seq-len", "x"]):
-        result = launch.torchrun("tp_llama", *args, nproc=nproc)
-        assert result.code != 0 and not result.survivors and result.seconds < 60, result.tail()
-        assert len(result.errors()) == 1 and "Traceback" not in result.out, result.tail()
-        assert "exitcode  : 2" in result.err, result.tail()
+    args = {"model": ["--model", directory], "flag": ["--seq-len", "x"]}[what]
+    result = launch.torchrun("tp_llama", *args, nproc=2)
+    assert result.code != 0 and not result.survivors and result.seconds < 60, result.tail()
+    assert len(result.errors()) == 1 and "Traceback" not in result.out, result.tail()
+    assert "exitcode  : 2" in result.err, result.tail()
 
 
 def test_no_such_rank(tmp_path):

@@ -134,6 +134,7 @@ def test_spawn(tmp_path):
     result.assert_refused("model1_gradients.safetensors: cannot be read")
 
 
+@pytest.mark.stress
 def test_spawned_process_is_killed():
     """It is named in one line, and the others end with it, within seconds."""
     job = uuid.uuid4().hex

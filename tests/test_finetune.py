@@ -56,7 +56,8 @@ def test_float64(peft, nproc, tmp_path):
     assert len(record["losses"]) == 10 and record["losses"][9] < record["losses"][4], result.tail()
 
 
-@pytest.mark.parametrize("peft", ["lora", pytest.param("none", marks=pytest.mark.stress)])
+@STRESS  # (`test_tasks.test_as_shown` is in float32)
+@pytest.mark.parametrize("peft", ["lora", "none"])
 def test_float32(peft, tmp_path):
     """On the rank count where Adam, let loose, would amplify a gradient's rounding."""
     args = ["--peft", peft, "--check-steps", 3, "--steps", 3]
@@ -274,7 +275,8 @@ def test_killed_ranks(kills, undisturbed, tmp_path):
 
 @pytest.mark.parametrize(
     ("number", "when"),
-    [(signal.SIGINT, "i=2"), pytest.param(signal.SIGHUP, "i=2", marks=pytest.mark.stress),
+    [pytest.param(signal.SIGINT, "i=2", marks=pytest.mark.stress),
+     pytest.param(signal.SIGHUP, "i=2", marks=pytest.mark.stress),
      pytest.param(signal.SIGINT, "saving", marks=pytest.mark.stress)],
 )  # fmt: skip
 def test_interrupted(number, when, undisturbed, tmp_path):

@@ -6,8 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 import launch
 
 # Of the project's modules that are loaded, all lines together, docstrings and comments, too.
@@ -80,23 +78,20 @@ def run(code):
     return done.stdout
 
 
-@pytest.fixture(scope="module")
-def imported():
-    """{name: what its import has loaded, and whether nothing else has changed}."""
+def test_techniques():
+    """All in one test: what each import has loaded, and whether nothing else has changed."""
     modules = {name: module for name, (module, _) in TECHNIQUES.items()}
     said = run(IMPORT.format(tasks=str(launch.TASKS), techniques=modules))
-    return {name: rest for name, *rest in map(json.loads, said.splitlines())}
-
-
-@pytest.mark.parametrize("name", TECHNIQUES)
-def test_technique(name, imported):
-    files, packages, unchanged = imported[name]
-    assert unchanged, "the import changed the environment, a backend or a registry"
-    assert not {"psutil", "matplotlib", "peft", "tqdm", "pytest"} & set(packages), packages
-    of_harness = {file for file in files if file.startswith(tuple(f"{p}." for p in HARNESS))}
-    assert not of_harness, of_harness
-    lines = {file: len(Path(path).read_text().splitlines()) for file, path in files.items()}
-    assert sum(lines.values()) <= TECHNIQUES[name][1], lines
+    imported = list(map(json.loads, said.splitlines()))
+    assert len(imported) == len(TECHNIQUES)
+    for name, files, packages, unchanged in imported:
+        assert unchanged, f"{name}: the import changed the environment, a backend or a registry"
+        unwanted = {"psutil", "matplotlib", "peft", "tqdm", "pytest"} & set(packages)
+        assert not unwanted, (name, unwanted)
+        of_harness = {file for file in files if file.startswith(tuple(f"{p}." for p in HARNESS))}
+        assert not of_harness, (name, of_harness)
+        lines = {file: len(Path(path).read_text().splitlines()) for file, path in files.items()}
+        assert sum(lines.values()) <= TECHNIQUES[name][1], (name, sum(lines.values()), lines)
 
 
 def test_names():

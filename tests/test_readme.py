@@ -134,7 +134,9 @@ def test_every_task_is_shown():
 
 
 # What these do, other tests do, too.
-LONG = re.compile("long_speed|ulysses_speed|decoding|tp_training|--peft lora|tp_llama.* random/")
+LONG = re.compile(
+    "data_parallel.*memory-budget|long_speed|ulysses_speed|decoding|tp_training|--peft lora|tp_llama.* random/"
+)
 
 
 @pytest.mark.parametrize(
