@@ -19,15 +19,15 @@ TECHNIQUES = {
     "sequence_parallelize": ("ulysses_forward", LINES),
     "shard_loss": ("ulysses_finetune", 1500),  # with Task 4's
     "generate": ("kv_cache", LINES),
-    "ring_parallelize": ("ring_attention", 1400),  # twice: simplest form, and whole
-    "parallelize_tp_sp": ("tp_ulysses", 1550),  # Tasks 2 and 4
-    "Pipeline": ("pipeline_llama", 1100),
+    "ring_parallelize": ("ring_attention", 1450),  # twice: simplest form, and whole
+    "parallelize_tp_sp": ("tp_ulysses", 1600),  # Tasks 2 and 4
+    "Pipeline": ("pipeline_llama", 1150),
     "Pipe": ("pipeline_threads", LINES),
     "average_gradients": ("data_parallel", 1100),  # with the course's samples, and an epoch
     "partition_dataset": ("data_parallel", 1100),
-    "split_loss_alone": ("tp_training", 1150),  # Task 2's
-    "parallelize_2d": ("pretrain_2d", 1350),  # Task 3's
-    "sequence_loss": ("memory.long_sequence", 2450),  # Task 4's, the ring's, and its own 800
+    "split_loss_alone": ("tp_training", 1200),  # Task 2's
+    "parallelize_2d": ("pretrain_2d", 1400),  # Task 3's
+    "sequence_loss": ("memory.long_sequence", 2500),  # Task 4's, the ring's, and its own 800
     "SavedOutputs": ("memory.saved_outputs", 1800),
     "sum_gradients": ("utils.replicas", LINES),
     "save_pretrained": ("utils.full_model", LINES),
