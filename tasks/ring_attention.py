@@ -360,18 +360,33 @@ class RingAttention(torch.autograd.Function):
         return *ring_backward(ctx.ring, grad, *ctx.saved_tensors, ctx.rest), None
 
 
-def ring_attention(module, query, key, value, attention_mask, dropout=0.0, **kwargs):
-    """Attention of this rank's tokens to all; query (B, N, S/P, D), key and value (B, K, S/P, D).
+def ring_attention(query, key, value, group, length=None, zigzag=False, mask=None):
+    """Causal attention of this rank's tokens to all: (B, N, S/P, D), of key, value (B, K, S/P, D).
 
-    attention_mask: of `MaskInfo.to_tensor`. Returns (B, S/P, N, D) and None, as Hugging Face wants
-    it. Raises ValueError for dropout.
+    length: S, by default P times this rank's tokens; P or more. zigzag: which tokens a rank has,
+    see `Ring`; `Ring(group, length, zigzag).order()` has all ranks' in turn. mask: None, or of
+    `MaskInfo.to_tensor`, which says more than causal. Raises ValueError for other tokens than
+    length says. Source: Ring Attention, arXiv 2310.01889, section 3.
+    """
+    P, tokens = group.size(), query.shape[2]
+    length = tokens * P if length is None else length
+    first, stop = shard_range(length, P, group.rank())
+    if stop - first != tokens:
+        raise ValueError(f"{tokens} tokens on rank {group.rank()}, of {length}: {stop - first}")
+    return RingAttention.apply(query, key, value, ring_of(group, length, zigzag, mask))
+
+
+def attend_in_ring(module, query, key, value, attention_mask, dropout=0.0, **kwargs):
+    """`ring_attention` of a layer, as Hugging Face calls it: the output (B, S/P, N, D) and None.
+
+    attention_mask: of `MaskInfo.to_tensor`. Raises ValueError for dropout.
     """
     if dropout:
         raise ValueError("attention dropout: not in a ring")
     info = MaskInfo.from_tensor(attention_mask)
     mask = None if info.sees_all else attention_mask
-    ring = ring_of(module.get_group(), info.length, module.zigzag, mask)
-    return RingAttention.apply(query, key, value, ring).transpose(1, 2), None
+    how = module.get_group(), info.length, module.zigzag, mask
+    return ring_attention(query, key, value, *how).transpose(1, 2), None
 
 
 class RingLlama(SequenceParallelLlama):
@@ -395,7 +410,7 @@ def ring_parallelize(model, mesh, zigzag=True):
     Raises UserError for RoPE that depends on the length, ValueError as `check_ordinary` does and
     for dropout.
     """
-    convert_attention(model, RingLlama, group_of_axis(mesh), "ring", ring_attention)
+    convert_attention(model, RingLlama, group_of_axis(mesh), "ring", attend_in_ring)
     for module in [model, *(layer.self_attn for layer in model.model.layers)]:
         module.zigzag = zigzag
     return model

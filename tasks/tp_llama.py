@@ -196,11 +196,30 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         return dlogits.mul_(grad[:, None]).to(logits.dtype), None, None, None
 
 
+def vocab_parallel_cross_entropy(
+    logits, labels, group, ignore_index=-100, reduction="mean", rows=None
+):
+    """`F.cross_entropy` of logits (..., V/P), split over `group`, and labels (...); on all ranks.
+
+    reduction: "mean", "sum" or "none". rows: [start, stop), which of the vocabulary this rank has;
+    by default all ranks have as many. Labels are the same on all ranks; which are outside the
+    vocabulary is not checked. Each rank's logits get their own gradient, without a sum over ranks.
+    """
+    if rows is None:
+        rows = shard_range(logits.shape[-1] * group.size(), group.size(), group.rank())
+    if rows[1] - rows[0] != logits.shape[-1]:
+        raise ValueError(f"rows {rows}, for logits of {logits.shape[-1]} words")
+    losses = VocabParallelCrossEntropy.apply(logits.flatten(0, -2), labels.flatten(), rows, group)
+    is_label = (labels != ignore_index).flatten()
+    losses = losses.masked_fill(~is_label, 0)
+    if reduction == "none":
+        return losses.view(labels.shape)
+    return losses.sum() / is_label.sum() if reduction == "mean" else losses.sum()
+
+
 def sum_of_vocab_parallel_losses(logits, targets, rows, group, ignore_index=-100):
     """Sum over tokens of the cross-entropy, on all ranks; (B, S, V/P), (B, S) -> a scalar."""
-    targets = targets.flatten()
-    losses = VocabParallelCrossEntropy.apply(logits.flatten(0, 1), targets, rows, group)
-    return losses.masked_fill(targets == ignore_index, 0).sum()
+    return vocab_parallel_cross_entropy(logits, targets, group, ignore_index, "sum", rows)
 
 
 def vocab_parallel_loss(

@@ -27,13 +27,15 @@ from itertools import permutations
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import harness
 from utils.collectives import group_of_axis
+from utils.kernels import for_all
 from utils.llama import guard_dropout
-from utils.partition import shard_range
+from utils.partition import shard_heads, shard_range
 from utils.sequence import MaskInfo, SequenceParallelLlama, convert_attention, share_heads
 
 # ---------------------------------------------------------------- the technique
@@ -63,27 +65,54 @@ class AllToAll(torch.autograd.Function):
         return dx, None, None, None
 
 
-def ulysses_attention(module, query, key, value, attention_mask, **kwargs):
+def causal(query, key, value):
+    """PyTorch's own attention, of fewer KV heads than query heads, too."""
+    return F.scaled_dot_product_attention(
+        query, *(for_all(kv, query.shape[1]) for kv in (key, value)), is_causal=True
+    )
+
+
+def ulysses_attention(query, key, value, group, attend=causal, length=None, heads=None):
     """Attention of all tokens, on this rank's heads, from and to all heads of its tokens.
 
                         per rank before     sent to rank r              per rank after
     query               (B, N, S/P, D)      its heads, (S/P, B, N/P, D)     (B, N/P, S, D)
     key, value          (B, K, S/P, D)      (S/P, B, max(K/P, 1), D)        (B, max(K/P, 1), S, D)
-    output              (B, S, N/P, D)      its tokens, (S/P, B, N/P, D)    (B, S/P, N, D)
+    output              (B, N/P, S, D)      its tokens, (S/P, B, N/P, D)    (B, N, S/P, D)
 
-    attention_mask: of `MaskInfo.to_tensor`. Returns the output and None, as Hugging Face wants it.
+    attend(query, key, value): the attention of some heads; by default causal. length: S, by default
+    P times this rank's tokens; each rank has as many as `shard_range` says. heads: of each rank its
+    query heads and KV heads, by default `shard_heads`'s. Raises UserError for more ranks than query
+    heads, ValueError for other tokens than length says.
+    """
+    P, tokens = group.size(), query.shape[2]
+    length = tokens * P if length is None else length
+    first, stop = shard_range(length, P, group.rank())
+    if stop - first != tokens:
+        raise ValueError(f"{tokens} tokens on rank {group.rank()}, of {length}: {stop - first}")
+    heads = heads or [shard_heads(query.shape[1], key.shape[1], P, rank)[:2] for rank in range(P)]
+    output = attend(*to_heads(query, key, value, group, heads, length))
+    return to_tokens(output.transpose(1, 2), group, heads, length).transpose(1, 2)
+
+
+def attend_to_all_tokens(module, query, key, value, attention_mask, **kwargs):
+    """`ulysses_attention` of a layer, as Hugging Face calls it: the output (B, S/P, N, D) and None.
+
+    attention_mask: of `MaskInfo.to_tensor`.
     """
     message = "model.model needs attention_mask=model.attention_mask_info(S)"
     assert attention_mask is not None, message
     mask = MaskInfo.from_tensor(attention_mask)
-    share = module.get_group(), module.heads, mask.length
-    query, key, value = to_heads(query, key, value, *share)
-    attend = partial(ALL_ATTENTION_FUNCTIONS["sdpa"], module, **kwargs)
-    if mask.documents is not None:
-        output = by_documents(attend, query, key, value, mask.documents)
-    else:
-        output, _ = attend(query, key, value, attention_mask=mask.full())  # (B, S, n, D)
-    return to_tokens(output, *share), None
+    by_hf = partial(ALL_ATTENTION_FUNCTIONS["sdpa"], module, **kwargs)
+
+    def attend(query, key, value):
+        if mask.documents is not None:
+            return by_documents(by_hf, query, key, value, mask.documents)
+        return by_hf(query, key, value, attention_mask=mask.full())[0].transpose(1, 2)
+
+    group, heads = module.get_group(), module.heads
+    output = ulysses_attention(query, key, value, group, attend, mask.length, heads)
+    return output.transpose(1, 2), None
 
 
 def by_documents(attend, query, key, value, documents):
@@ -93,7 +122,7 @@ def by_documents(attend, query, key, value, documents):
         sizes = row.unique_consecutive(return_counts=True)[1].tolist()
         pieces = zip(*(x.split(sizes, dim=2) for x in parts), strict=True)
         outputs.append(torch.cat([attend(*piece, attention_mask=None)[0] for piece in pieces], 1))
-    return torch.cat(outputs)
+    return torch.cat(outputs).transpose(1, 2)
 
 
 def split_sizes(group, heads, S):
@@ -155,7 +184,7 @@ def sequence_parallelize(model, mesh):
     Source: DeepSpeed-Ulysses, arXiv 2309.14509, section 3.
     """
     group = group_of_axis(mesh)
-    convert_attention(model, SequenceParallelLlama, group, "ulysses", ulysses_attention)
+    convert_attention(model, SequenceParallelLlama, group, "ulysses", attend_to_all_tokens)
     share_heads(model, group)
     guard_dropout(model, group.size())
     return model

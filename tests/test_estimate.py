@@ -32,9 +32,9 @@ def check(tmp_path, *flags, nproc=2, files=FILES, **more):
     return launch.ranks(file, *words, nproc=nproc, folder=tmp_path, **more), path
 
 
-def test_peaks(tmp_path):
+@pytest.mark.parametrize("names", [["tp"], pytest.param(["fsdp2"], marks=pytest.mark.stress)])
+def test_peaks(names, tmp_path):
     """Within 10 % of what tensors and the process hold, and 2 % of the bytes."""
-    names = ["tp", "fsdp2"]
     result, path = check(tmp_path, "--technique", *names)
     assert result.code == 0 and result.out.count("Tests passed") == 2, result.tail()
     checked = [one["name"] for one in json.loads(path.read_text())["checks"]]

@@ -207,7 +207,7 @@ def test_result_of_a_bfloat16_model(tmp_path):
 # ---------------------------------------------------------------- killed and stopped
 
 
-LONG = ["--model", "random/small", "--num-layers", 2, "--seq-len", 500, "--num-sequences", 5]
+LONG = ["--model", "random/small", "--num-layers", 2, "--seq-len", 500, "--num-sequences", 3]
 LONG += ["--peft", "lora", "--steps", 12, "--save-every", 2, "--check-steps", 0]
 LONG += ["--deterministic"]  # a CPU's bits are the same anyway
 

@@ -1,6 +1,7 @@
 """What a program of one's own asks of a split model: norm and clipping, state dict, a folder."""
 
 import re
+import shutil
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ def full_model(folder, model, nproc, *args, tasks=launch.TASKS):
      *(pytest.param(*of, marks=pytest.mark.stress) for of in ((2, "float32"), (4, "float32")))],
 )  # fmt: skip
 def test_all_techniques(nproc, dtype, odd_llama, tmp_path):
-    result = full_model(tmp_path, odd_llama, nproc, dtype)
+    result = full_model(tmp_path, odd_llama, nproc, dtype, "full")
     assert result.code == 0 and result.out.count("full model: ok") == nproc, result.tail()
 
 
@@ -37,14 +38,43 @@ def test_tied(nproc, tmp_path):
     changes = {"num_hidden_layers": 2, "tie_word_embeddings": True}
     model = make_llama(tmp_path / "tied", **changes)
     names = [] if nproc == 4 else ["TP", "DTensor", "FSDP2"]
-    result = full_model(tmp_path, model, nproc, "float64", *names)
+    result = full_model(tmp_path, model, nproc, "float64", "full", *names)
     assert result.code == 0 and result.out.count("full model: ok") == nproc, result.tail()
 
 
 def test_wrong_use(odd_llama, tmp_path):
     """Of slices: a state dict, PyTorch's clipping, dropout. And a folder that cannot be written."""
-    result = full_model(tmp_path, odd_llama, 2, "float64", "wrong use")
+    result = full_model(tmp_path, odd_llama, 2, "float64", "wrong_use")
     assert result.code == 0 and result.out.count("full model: ok") == 2, result.tail()
+
+
+@pytest.mark.parametrize(
+    ("what", "nproc", "dtype"),
+    [("recompute", 2, "float32"), ("autocast", 2, "float32"), ("resume", 2, "float64"),
+     *(pytest.param(what, 4, dtype, marks=pytest.mark.stress)
+       for what, dtype in (("recompute", "float32"), ("autocast", "float32"), ("resume", "float64"))
+       )],
+)  # fmt: skip
+def test_while_it_trains(what, nproc, dtype, odd_llama, tmp_path):
+    """Layers recomputed; bfloat16 over float32 weights; checkpoints, also for another split."""
+    result = full_model(tmp_path, odd_llama, nproc, dtype, what)
+    assert result.code == 0 and result.out.count("full model: ok") == nproc, result.tail()
+
+
+@pytest.mark.stress
+@pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler, which torch.compile wants")
+@pytest.mark.parametrize("nproc", [1, 2, 3, 4])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_compiled(dtype, nproc, odd_llama, tmp_path):
+    result = full_model(tmp_path, odd_llama, nproc, dtype, "compiled")
+    assert result.code == 0 and result.out.count("full model: ok") == nproc, result.tail()
+
+
+@pytest.mark.parametrize("nproc", [2, 3, pytest.param(4, marks=pytest.mark.stress)])
+def test_functions(nproc, odd_llama, tmp_path):
+    """Attention and cross-entropy as functions of tensors and a group, without a model."""
+    result = full_model(tmp_path, odd_llama, nproc, "float64", "functions")
+    assert result.code == 0 and result.out.count("full model: ok") == nproc, result.tail()
 
 
 def train_alone(model):
@@ -86,59 +116,88 @@ def test_program_of_the_page(nproc, tmp_path):
 BUGS = {
     # name: (technique, ranks, file, right, wrong, what the program says)
     "all that ranks have counts": (
-        "TP", 2, "full_model.py", 'return f"{name} {[', 'return f"{dist.get_rank()} {name} {[',
+        "full TP", 2, "full_model.py", 'return f"{name} {[', 'return f"{dist.get_rank()} {name} {[',
         "norm",
     ),
     "a slice stands for the whole": (
-        "TP", 2, "full_model.py", 'return f"{name} {[(part.start, part.stop) for',
+        "full TP", 2, "full_model.py", 'return f"{name} {[(part.start, part.stop) for',
         'return f"{name} {[0 * (part.start, part.stop) for', "differ between ranks|norm",
     ),
     "a rank's own norm": (
-        "TP", 2, "full_model.py", "if dist.is_initialized():\n        group = group or "
-        "dist.group.WORLD\n        counts", "if False:\n        group = group or "
-        "dist.group.WORLD\n        counts", "TP, layers alone|TP",
+        "full TP", 2, "full_model.py", "for one, count in zip(everyone, counts",
+        "for one, count in zip([table] * 2, [len(table)] * 2", "AssertionError: .'TP'|norm",
     ),
     "gradients that are not summed pass": (
-        "Ulysses", 2, "full_model.py", "if abs(norm - expected) > 1e-2", "if abs(norm) < -1e-2",
+        "full Ulysses", 2, "full_model.py", "if abs(norm - expected) > 1e-2",
+        "if abs(norm) < -1e-2",
         "not refused: sum or average",
     ),
     "small gradients are scaled up": (
-        "TP", 2, "full_model.py", "(max_norm / (norm + 1e-6)).clamp(max=1.0)",
+        "full TP", 2, "full_model.py", "(max_norm / (norm + 1e-6)).clamp(max=1.0)",
         "(max_norm / (norm + 1e-6))", "clipped",
     ),
     "a shared KV head has one rank's gradient": (
-        "TP", 4, "shards.py", "copy_to_region(self.weight, group)", "self.weight",
+        "full TP", 4, "shards.py", "copy_to_region(self.weight, group)", "self.weight",
         "differ between ranks that all have it",
     ),
     "a piece changes on its way": (
-        "DTensor", 2, "full_model.py", "= piece.cpu()", "= piece.cpu() * (1 + 1e-6 * holder)",
+        "full DTensor", 2, "full_model.py", "= piece.cpu()", "= piece.cpu() * (1 + 1e-6 * holder)",
         "in the full state",
     ),
     "an earlier index stays": (
-        "TP", 2, "full_model.py", "earlier.unlink(missing_ok=True)", "pass", "AssertionError",
+        "full TP", 2, "full_model.py", "earlier.unlink(missing_ok=True)", "pass", "AssertionError",
     ),
     "the folder says how it was split": (
-        "Ulysses", 2, "full_model.py",
+        "full Ulysses", 2, "full_model.py",
         'getattr(model, "before", (model.config, model.generation_config))',
         "(model.config, model.generation_config)", "config.json",
     ),
     "slices pass for a state": (
-        "wrong use", 2, "shards.py", "if any(map(is_slice, model.parameters())):", "if False:",
+        "wrong_use", 2, "shards.py", "if any(map(is_slice, model.parameters())):", "if False:",
         "not refused: full_state_dict",
     ),
     "PyTorch clips slices": (
-        "wrong use", 2, "shards.py", "if any(map(is_slice, parameters)):", "if False:",
+        "wrong_use", 2, "shards.py", "if any(map(is_slice, parameters)):", "if False:",
         "not refused: utils.full_model.clip",
     ),
     "half a model is saved": (
-        "wrong use", 2, "full_model.py", "!= prod(one.shape):", "> prod(one.shape):",
+        "wrong_use", 2, "full_model.py", "!= prod(one.shape):", "> prod(one.shape):",
         "not refused: these ranks",
     ),
     "a full disk is rank 0's alone": (
-        "wrong use", 2, "full_model.py", "if said[0]:", "if error:", "not refused: ",
+        "wrong_use", 2, "full_model.py", "if said[0]:", "if error:", "not refused: ",
+    ),
+    "Adam begins anew": (
+        "resume TP", 2, "sharded_checkpoint.py", "{key: torch.tensor(of) for",
+        "{key: torch.tensor(0 * of) for", "resumed",
+    ),
+    "a moment is forgotten": (
+        "resume DTensor", 2, "sharded_checkpoint.py", "local_part(tensor.detach()).copy_(values)",
+        'local_part(tensor.detach()).copy_(values * (key != "exp_avg"))', "resumed",
+    ),
+    "the learning rate is not restored": (
+        "resume Ulysses", 2, "sharded_checkpoint.py", "one.update(settings)", "pass",
+        "AssertionError: Ulysses",
+    ),
+    "another model's state is taken": (
+        "wrong_use", 2, "sharded_checkpoint.py", 'if "states" not in record or saved != shapes:',
+        "if False:", "not refused: of another model",
+    ),
+    "other tokens than the length says pass": (
+        "functions", 2, "ring_attention.py", "if stop - first != tokens:", "if False:",
+        "not refused: tokens on rank",
+    ),
+    "ranks have other heads than they attend with": (
+        "functions", 2, "ulysses_forward.py",
+        "shard_heads(query.shape[1], key.shape[1], P, rank)[:2]",
+        "shard_heads(query.shape[1], key.shape[1], P, P - 1 - rank)[:2]", "Ulysses",
+    ),
+    "ignored labels have a loss": (
+        "functions", 2, "tp_llama.py", "losses.masked_fill(~is_label, 0)", "losses",
+        "cross-entropy",
     ),
     "heads drop alike": (
-        "wrong use", 2, "llama.py", "if model.training and rate:", "if False:",
+        "wrong_use", 2, "llama.py", "if model.training and rate:", "if False:",
         "not refused: drop the same",
     ),
 }  # fmt: skip
@@ -155,6 +214,6 @@ def with_marks():
 def test_planted_bug(name, odd_llama, tmp_path):
     technique, nproc, file, right, wrong, said = BUGS[name]
     plant(tmp_path / "tasks", file, right, wrong)
-    args = odd_llama, nproc, "float64", technique
+    args = odd_llama, nproc, "float64", *technique.split(" ", 1)
     result = full_model(tmp_path, *args, tasks=tmp_path / "tasks")
     assert result.code != 0 and re.search(said, result.err), result.tail()

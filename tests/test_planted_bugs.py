@@ -1404,7 +1404,7 @@ def test_without_a_bug(script, tmp_path, odd_llama):
 
 
 @pytest.mark.parametrize(
-    "script", ["dtensor_llama", pytest.param("kv_cache", marks=pytest.mark.stress)]
+    "script", [pytest.param(s, marks=pytest.mark.stress) for s in ("dtensor_llama", "kv_cache")]
 )
 def test_logits_of_ranks_that_share_a_gpu(script, tmp_path, odd_llama):
     """No bug: what they do in place of DTensor's own gather, done on the CPU."""

@@ -6,15 +6,22 @@
                        manifest.json        SHA-256 of all of these
 
 On several machines the folder must be one that all of them see. See `checkpoint.py`.
+
+`save_training_state` and `load_training_state` are for a program of one's own, of any technique.
+(`torch.distributed.checkpoint` takes an ordinary tensor for a replica: of slices by one name it
+would keep one rank's. As DTensors, uneven heads and shared KV heads cannot be told it.)
 """
 
 import json
 import math
 import shutil
+from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from checkpoints.checkpoint import Checkpoints, begin, digest, finish, flush, newest
 from utils.errors import UserError
@@ -52,16 +59,8 @@ class ShardedCheckpoints(Checkpoints):
                 run.print0("note: no checkpoint yet: starting at step 0")
             return []
         step = len(record["losses"])
-
-        def read():
-            for name, parameter in model.named_parameters():
-                state = {key: torch.zeros_like(parameter) for key in STATES}
-                optimizer.state[parameter] = {"step": torch.tensor(float(step)), **state}
-                for key, tensor in {"parameter": parameter.detach(), **state}.items():
-                    region, parts = shard_of(parameter), record["parts"][name]
-                    local_part(tensor).copy_(read_region(path, f"{key}.{name}", parts, region))
-
-        run.together(read)
+        states = {name: (STATES, {"step": float(step)}) for name in record["parts"]}
+        run.together(lambda: read_state(path, model, optimizer, record["parts"], states))
         saved, now = (
             torch.tensor(of) + 1e-300 for of in (record["sums"], self.sums(model, optimizer))
         )
@@ -100,8 +99,7 @@ class ShardedCheckpoints(Checkpoints):
         path, record, _ = self.found
         state = {}
         for name, parts in record["parts"].items():
-            stops = zip(*([stop for _, stop in region] for _, region in parts), strict=True)
-            region = [slice(0, max(of_dim)) for of_dim in stops]
+            region = [slice(0, size) for size in full_shape(parts)]
             state[name] = {
                 key: read_region(path, f"{key}.{name}", parts, region)
                 for key in ("parameter", *STATES)
@@ -113,18 +111,8 @@ class ShardedCheckpoints(Checkpoints):
         run, step = self.run, len(losses)
         if self.folder is None:
             return
-        local, parts, tensors = {}, {}, {}
-        for name, parameter in model.named_parameters():
-            local[name] = [[part.start, part.stop] for part in shard_of(parameter)]
-        for rank, regions in enumerate(run.gather_objects(local)):
-            for name, region in regions.items():
-                if region not in [other for _, other in parts.setdefault(name, [])]:
-                    parts[name].append([rank, region])
-        for name, parameter in model.named_parameters():
-            if [run.rank, local[name]] in parts[name]:
-                state = {key: optimizer.state[parameter][key] for key in STATES}
-                for key, tensor in {"parameter": parameter, **state}.items():
-                    tensors[f"{key}.{name}"] = local_part(tensor.detach()).cpu().contiguous()
+        parts = parts_of(run.gather_objects(regions_of(model)))
+        tensors, _ = state_of(model, optimizer, parts, run.rank)
         tensors |= {name: generator.get_rng_state() for name, generator in self.generators.items()}
         record = {"same": self.same, "losses": losses, "world_size": run.world_size}
         record |= {"schedule": schedule.state_dict(), "lr": schedule.get_last_lr()[0]}
@@ -137,23 +125,85 @@ class ShardedCheckpoints(Checkpoints):
                 return begin(self.folder, step)
             return None
 
-        def write():
-            try:
-                save_file(tensors, part / name)
-            except Exception as error:  # safetensors has an error of its own for a full disk
-                raise OSError(str(error)) from error
-            flush(part / name)
-            return name, digest(part / name)
-
         try:
             part = run.broadcast(run.together(start))
-            digests = dict(run.gather_objects(run.together(write)))
+            written = run.together(lambda: write_part(part / name, tensors))
+            digests = dict(run.gather_objects(written))
             run.together(lambda: run.rank == 0 and finish(part, step, record, digests))
             run.print0(f"saved {self.folder}/step-{step:06}")
         except UserError as error:
             if part and run.rank == 0:
                 shutil.rmtree(part, ignore_errors=True)
             run.print0(f"note: no checkpoint at step {step}: {error}")
+
+
+# ---------------------------------------------------------------- what ranks have of a state
+
+
+def regions_of(model):
+    """{name: [[start, stop] for each dim]} of this rank's parameters."""
+    return {
+        name: [[part.start, part.stop] for part in shard_of(parameter)]
+        for name, parameter in model.named_parameters()
+    }
+
+
+def parts_of(everyone):
+    """{name: [[rank, region], ...]}, no region twice: who writes what. everyone: each rank's."""
+    parts = {}
+    for rank, regions in enumerate(everyone):
+        for name, region in regions.items():
+            if region not in [other for _, other in parts.setdefault(name, [])]:
+                parts[name].append([rank, region])
+    return parts
+
+
+def full_shape(parts):
+    """Of the tensor that these are parts of: [[rank, region], ...]."""
+    stops = zip(*([stop for _, stop in region] for _, region in parts), strict=True)
+    return [max(of_dim) for of_dim in stops]
+
+
+def state_of(model, optimizer, parts, rank):
+    """({key.name: tensor} that this rank writes, {name: (keys of tensors, {key: number})}).
+
+    Of each parameter itself ("parameter") and all that the optimizer keeps of it: tensors that are
+    split as the parameter is, and numbers, such as Adam's step.
+    """
+    tensors, states, regions = {}, {}, regions_of(model)
+    for name, parameter in model.named_parameters():
+        state = optimizer.state.get(parameter, {})
+        split = {key: of for key, of in state.items() if torch.is_tensor(of) and of.dim()}
+        numbers = {key: float(of) for key, of in state.items() if key not in split}
+        states[name] = list(split), numbers
+        if [rank, regions[name]] in parts[name]:
+            for key, tensor in {"parameter": parameter, **split}.items():
+                tensors[f"{key}.{name}"] = local_part(tensor.detach()).cpu().contiguous()
+    return tensors, states
+
+
+def write_part(path, tensors):
+    """Write a rank's file, to the disk: (its name, its SHA-256)."""
+    try:
+        save_file(tensors, path)
+    except Exception as error:  # safetensors has an error of its own for a full disk
+        raise OSError(str(error)) from error
+    flush(path)
+    return path.name, digest(path)
+
+
+@torch.no_grad()
+def read_state(path, model, optimizer, parts, states):
+    """Fill in this rank's parameters, and what the optimizer keeps of them; see `state_of`."""
+    for name, parameter in model.named_parameters():
+        keys, numbers = states[name]
+        split = {key: torch.zeros_like(parameter) for key in keys}
+        if keys or numbers:
+            numbers = {key: torch.tensor(of) for key, of in numbers.items()}
+            optimizer.state[parameter] = numbers | split
+        for key, tensor in {"parameter": parameter, **split}.items():
+            values = read_region(path, f"{key}.{name}", parts[name], shard_of(parameter))
+            local_part(tensor.detach()).copy_(values)
 
 
 def read_region(path, key, parts, region):
@@ -183,3 +233,98 @@ def read_region(path, key, parts, region):
     if left:
         raise OSError(f"{path}: {key}: not all of it is there")
     return torch.empty(shape) if result is None else result
+
+
+# ---------------------------------------------------------------- in a program of one's own
+
+
+def save_training_state(model, optimizer, folder, step, more=None, group=None, keep=2):
+    """Write folder/step-N, the state after `step` steps, whole or not at all; `keep` of them stay.
+
+    All ranks of `group`, by default all there are, call it together. more: anything that JSON can
+    hold, such as a scheduler's state_dict(). Raises OSError, on all ranks, where it cannot be
+    written, and ValueError for an optimizer that keeps the states of other ranks' parameters.
+    """
+    if isinstance(optimizer, ZeroRedundancyOptimizer):
+        raise ValueError("ZeroRedundancyOptimizer: a rank has states of its share alone; use FSDP2")
+    folder, rank = Path(folder), rank_in(group)
+    parts = parts_of(gather_objects(regions_of(model), group))
+    tensors, states = state_of(model, optimizer, parts, rank)
+    record = {"step": step, "parts": parts, "more": more, "states": {}}
+    for of_rank in gather_objects(states, group):
+        record["states"] |= of_rank
+    record["settings"] = [
+        {key: value for key, value in settings.items() if key != "params"}
+        for settings in optimizer.param_groups
+    ]
+
+    def start():
+        folder.mkdir(parents=True, exist_ok=True)
+        return begin(folder, step)
+
+    part = together(lambda: start() if rank == 0 else None, group)[0]
+    written = together(lambda: write_part(part / f"rank{rank}.safetensors", tensors), group)
+    together(lambda: rank == 0 and finish(part, step, record, dict(written), keep), group)
+
+
+def load_training_state(model, optimizer, folder, group=None):
+    """Fill in the newest good checkpoint of `save_training_state`; return (step, more).
+
+    None, and nothing is filled in, where there is no checkpoint. The parameters may be split over
+    any ranks by any technique, or not at all. The optimizer's settings, such as its learning rate,
+    become what they were, too. Raises UserError, on all ranks, where all that is there is damaged,
+    or of another model.
+    """
+
+    def find():
+        path, warnings = newest(Path(folder))
+        for warning in warnings:
+            print(f"note: skipped a damaged checkpoint: {warning}", flush=True)
+        return path and (path, json.loads((path / "record.json").read_text()))
+
+    found = together(lambda: find() if rank_in(group) == 0 else None, group)[0]
+    if found is None:
+        return None
+    path, record = found
+    local = {name: list(getattr(p, "ds_shape", p.shape)) for name, p in model.named_parameters()}
+    shapes = {}  # of all ranks' parameters
+    for of_rank in gather_objects(local, group):
+        shapes |= of_rank
+    saved = {name: full_shape(parts) for name, parts in record["parts"].items()}
+    if "states" not in record or saved != shapes:
+        raise UserError(f"{path}: of another model")
+    if len(record["settings"]) != len(optimizer.param_groups):
+        raise UserError(f"{path}: {len(record['settings'])} groups of parameters")
+    together(lambda: read_state(path, model, optimizer, record["parts"], record["states"]), group)
+    for one, settings in zip(optimizer.param_groups, record["settings"], strict=True):
+        one.update(settings)
+    return record["step"], record["more"]
+
+
+def rank_in(group):
+    return dist.get_rank(group) if dist.is_initialized() else 0
+
+
+def gather_objects(value, group):
+    """Every rank's value, in a list."""
+    if not dist.is_initialized():
+        return [value]
+    everyone = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, value, group=group)
+    return everyone
+
+
+def together(function, group):
+    """Every rank's function(), in a list. What one raises, all raise, as UserError or OSError."""
+    value, error = None, None
+    try:
+        value = function()
+    except Exception as raised:
+        error = raised
+    said = None if error is None else (isinstance(error, UserError), str(error))
+    everyone = gather_objects((value, said), group)
+    failed = [said for _, said in everyone if said]
+    if failed:
+        by_user, message = failed[0]
+        raise (UserError if by_user else OSError)(message) from error
+    return [value for value, _ in everyone]

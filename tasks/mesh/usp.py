@@ -3,7 +3,7 @@
 Shapes as in `utils/__init__.py`.
 """
 
-from ring_attention import RingLlama, ring_attention, ring_of
+from ring_attention import RingLlama, attend_in_ring, ring_of
 from ulysses_forward import to_heads, to_tokens
 from utils.collectives import gather_shares, group_of_axis, subgroup
 from utils.llama import getter
@@ -20,7 +20,7 @@ def usp_attention(module, query, key, value, attention_mask, **kwargs):
     first, stop = shard_range(length, ring.size(), ring.rank())
     share = module.get_ulysses_group(), module.heads, stop - first
     query, key, value = to_heads(query, key, value, *share)
-    output, _ = ring_attention(module, query, key, value, attention_mask, **kwargs)
+    output, _ = attend_in_ring(module, query, key, value, attention_mask, **kwargs)
     return to_tokens(output, *share), None
 
 

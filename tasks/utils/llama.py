@@ -81,7 +81,9 @@ def refuse_dropout(model):
     With one seed, which they need, ranks would drop the same for different heads.
     """
     base = getattr(model, "model", model)
-    rate = base.layers[0].self_attn.attention_dropout
+    # (PEFT may have wrapped the attention.)
+    attention = base.layers[0].self_attn.modules()
+    rate = next((m.attention_dropout for m in attention if hasattr(m, "attention_dropout")), 0)
     if model.training and rate:
         raise ValueError(
             f"attention_dropout {rate} in training: ranks would drop the same for different heads"

@@ -1,35 +1,41 @@
-"""Hold the full model's norm, weights and folder against the unsplit model's, on each rank.
+"""What a training asks of a split model, held against the unsplit model, on each rank.
 
-    torchrun --nproc_per_node N tests/helpers/full_model.py TASKS MODEL FOLDER DTYPE [TECHNIQUE ...]
+    torchrun --nproc_per_node N tests/helpers/full_model.py TASKS MODEL FOLDER DTYPE WHAT [NAME ...]
 
 TASKS: the folder with the scripts. MODEL: a directory. FOLDER: where models are written. DTYPE:
-float64 or float32. Without a technique, all that so many ranks can run.
+float64 or float32. WHAT: a function below; NAME: techniques, by default all that so many ranks run.
 """
 
 import json
+import shutil
 import sys
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor.parallel import loss_parallel
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 sys.path.insert(0, sys.argv[1])
 
+from checkpoints.sharded_checkpoint import load_training_state, save_training_state
 from data_parallel import shard_fully
 from dtensor_llama import dtensor_parallelize
 from harness.float64 import compute_in_float64
+from harness.tolerance import LIMITS
 from loading.models import from_pretrained
 from pretrain_2d import forward_backward, parallelize_2d
-from ring_attention import ring_parallelize
-from tp_llama import tensor_parallelize
+from ring_attention import Ring, ring_attention, ring_parallelize
+from tp_llama import tensor_parallelize, vocab_parallel_cross_entropy
 from tp_ulysses import parallelize_tp_sp
-from ulysses_forward import sequence_parallelize
+from ulysses_forward import causal, sequence_parallelize, ulysses_attention
 from utils.full_model import clip_grad_norm_, full_state_dict, grad_norm, save_pretrained
 from utils.gradients import local_part
+from utils.partition import shard_range
 from utils.replicas import sum_gradients
 from utils.shards import shard_of
 
@@ -135,7 +141,7 @@ def check_loading(name, split):
         assert local_part(parameter).equal(part), f"{name}: {key}, as loaded"
 
 
-def check(name, split, step_of, ids, folder):
+def full(name, split, step_of, ids, folder):
     check_loading(name, split)
     whole, model = ordinary(), ordinary()
     step(whole, ids)
@@ -178,6 +184,171 @@ def check(name, split, step_of, ids, folder):
             assert ours == theirs, (name, file, ours, theirs)
 
 
+def gradients(model):
+    """{name: this rank's part of the gradient}."""
+    return {name: local_part(p.grad, p) for name, p in model.named_parameters()}
+
+
+def recompute(name, split, step_of, ids, folder):
+    """Hugging Face's own checkpoints of layers: the gradients are as without, to the last bit."""
+    model = ordinary()
+    model = split(model) or model
+    step_of(model, ids)
+    expected = {key: grad.clone() for key, grad in gradients(model).items()}
+    model.zero_grad()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    calls = []
+    model.model.layers[0].input_layernorm.register_forward_pre_hook(lambda *_: calls.append(1))
+    step_of(model, ids)
+    assert len(calls) >= 2, name
+    for key, grad in gradients(model).items():
+        assert grad.equal(expected[key]), f"{name}: {key}, recomputed"
+
+
+def compiled(name, split, step_of, ids, folder):
+    """Each layer by torch.compile: the gradients are as without, but for rounding.
+
+    Nothing breaks a graph but the ring's messages, which PyTorch does not compile.
+    """
+    whole, model = ordinary(), ordinary()
+    step(whole, ids)
+    model = split(model) or model
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    for layer in model.model.layers:
+        layer.compile()
+    step_of(model, ids)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"], name
+    breaks = torch._dynamo.utils.counters["graph_break"]
+    assert name == "ring" or not breaks, (name, breaks)
+    for key, grad in gradients(model).items():
+        expected = whole.get_parameter(key).grad[shard_of(model.get_parameter(key))]
+        close(grad, expected, f"{name}: {key}, compiled")
+
+
+def autocast(name, split, step_of, ids, folder):
+    """bfloat16 over float32 weights: about as far from float32 as the unsplit model is."""
+    exact, whole, model = ordinary(), ordinary(), ordinary()
+    step(exact, ids)
+    model = split(model) or model
+    with torch.autocast("cpu", torch.bfloat16):
+        step(whole, ids)
+        step_of(model, ids)
+    sums = torch.zeros(2)  # of squares: of the run's error, and of the reference's own
+    for key, parameter in model.named_parameters():
+        assert parameter.dtype == parameter.grad.dtype == DTYPE, (name, key)
+        theirs, right = (one.get_parameter(key).grad for one in (whole, exact))
+        ours = local_part(parameter.grad, parameter)
+        part = shard_of(parameter)
+        errors = torch.stack([(grad - right[part]).norm() for grad in (ours, theirs[part])])
+        largest = LIMITS["rms"] * errors[1] + 1e-3 * right.norm()
+        assert errors[0] <= largest, f"{name}: {key}: {errors}, autocast"
+        sums += errors.square()
+    assert sums[0] < 2 * sums[1], f"{name}: {sums}, autocast"
+
+
+def resume(name, split, step_of, ids, folder):
+    """From a checkpoint after two of three steps: the same third, also for another split."""
+
+    def make(change=0.0, split=split):
+        model = ordinary()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter += change
+        model = split(model) or model
+        return model, torch.optim.AdamW(model.parameters(), 1e-3, foreach=False)
+
+    def train(model, optimizer, steps, step_of=step_of):
+        for i in steps:
+            optimizer.zero_grad()
+            step_of(model, ids.roll(i, 1))
+            optimizer.step()
+        return full_state_dict(model)
+
+    def unsplit(model):
+        return model
+
+    model, optimizer = make()
+    train(model, optimizer, range(2))
+    save_training_state(model, optimizer, folder / "split", 2, {"epoch": 7})
+    expected = train(model, optimizer, [2])
+    optimizer.param_groups[0]["lr"] = 0.5  # what is loaded counts
+    again = make(change=0.1)
+    assert load_training_state(*again, folder / "split") == (2, {"epoch": 7}), name
+    assert again[1].param_groups[0]["lr"] == 1e-3, name
+    for key, tensor in train(*again, [2]).items():
+        assert tensor.equal(expected[key]), f"{name}: {key}, resumed"
+
+    # Another split of the same state, or none.
+    whole = make(0.1, unsplit)
+    load_training_state(*whole, folder / "split")
+    for key, tensor in train(*whole, [2], step).items():
+        close(tensor, expected[key], f"{name}: {key}, resumed by one rank")
+    whole = make(0.0, unsplit)
+    train(*whole, range(2), step)
+    save_training_state(*whole, folder / "whole", 2)
+    expected, again = train(*whole, [2], step), make(0.1)
+    load_training_state(*again, folder / "whole")
+    for key, tensor in train(*again, [2]).items():
+        close(tensor, expected[key], f"{name}: {key}, resumed from one rank's")
+    dist.barrier()
+    if RANK == 0:
+        for path in folder.glob("*/step-*"):
+            shutil.rmtree(path)
+    dist.barrier()
+
+
+def functions(folder):
+    """Attention and cross-entropy of tensors, without a model, against PyTorch's own."""
+    group = dist.group.WORLD
+    for N, K, S, zigzag in product((P, 6), (1, 3), (4 * P, 4 * P + 1), (False, True)):
+        if N % K or N < P:
+            continue
+        q, k, v, grad = (torch.randn(2, n, S, 4, dtype=DTYPE) for n in (N, K, K, N))
+        full = [t.clone().requires_grad_() for t in (q, k, v)]
+        expected = causal(*full)
+        expected.backward(grad)
+        order = Ring(group, S, zigzag).order()
+        for name, tokens, attend in (
+            ("Ulysses", slice(*shard_range(S, P, RANK)), ulysses_attention),
+            (
+                "ring",
+                order[slice(*shard_range(S, P, RANK))],
+                partial(ring_attention, zigzag=zigzag),
+            ),
+        ):
+            name = f"{name}, {N} heads, {K} KV heads, {S} tokens, zigzag {zigzag}"
+            local = [t[:, :, tokens].clone().requires_grad_() for t in (q, k, v)]
+            output = attend(*local, group, length=S)
+            output.backward(grad[:, :, tokens])
+            close(output.detach(), expected.detach()[:, :, tokens], name)
+            for one, other in zip(local, full, strict=True):
+                close(one.grad, other.grad[:, :, tokens], f"{name}: gradient")
+    q = torch.randn(1, 6, 3, 4)
+    for attend in ulysses_attention, ring_attention:
+        refused(partial(attend, q, q, q, group, length=3 * P + P), "tokens on rank")
+    for V, offset in product((5 * P, 5 * P + 1), (0, 1e4)):
+        rows = shard_range(V, P, RANK)
+        logits = torch.randn(2, 7, V, dtype=DTYPE) + offset
+        labels = torch.randint(V, (2, 7)).masked_fill(torch.rand(2, 7) < 0.3, -100)
+        for reduction in "mean", "sum", "none":
+            whole = logits.clone().requires_grad_()
+            expected = torch.nn.functional.cross_entropy(
+                whole.flatten(0, 1), labels.flatten(), reduction=reduction
+            )
+            expected.sum().backward()
+            local = logits[..., slice(*rows)].clone().requires_grad_()
+            how = dict(reduction=reduction) | ({"rows": rows} if V % P else {})
+            loss = vocab_parallel_cross_entropy(local, labels, group, **how)
+            loss.sum().backward()
+            name = f"cross-entropy, {V} words, + {offset}, {reduction}"
+            close(loss.detach().flatten(), expected.detach().flatten(), name)
+            close(local.grad, whole.grad[..., slice(*rows)], f"{name}: gradient")
+        refused(
+            partial(vocab_parallel_cross_entropy, logits, labels, group, rows=rows), "for logits of"
+        )
+
+
 def wrong_use(folder):
     """What would be silently wrong on slices is an error."""
     mesh = init_device_mesh("cpu", (P,), mesh_dim_names=("tp",))
@@ -195,6 +366,15 @@ def wrong_use(folder):
     if RANK:  # not all of the model
         model.model.layers[0].mlp.down_proj = None
     refused(partial(full_state_dict, model), "these ranks do not have all of it")
+    model, other = ordinary(), ordinary()
+    del other.model.layers[1:]
+    model, other = ((one, torch.optim.AdamW(one.parameters())) for one in (model, other))
+    assert load_training_state(*other, folder / "none yet") is None
+    save_training_state(*model, folder / "state", 0)
+    refused(partial(load_training_state, *other, folder / "state"), "of another model")
+    refused(partial(save_training_state, *model, nothing, 0), "nothing")
+    shares = ZeroRedundancyOptimizer(model[0].parameters(), torch.optim.AdamW)
+    refused(partial(save_training_state, model[0], shares, folder / "state", 0), "its share alone")
     for split in tensor_parallelize, dtensor_parallelize, sequence_parallelize:
         model = ordinary()
         for layer in model.model.layers:
@@ -206,18 +386,18 @@ def wrong_use(folder):
 
 
 if __name__ == "__main__":
-    _, _, MODEL, FOLDER, kind, *only = sys.argv
+    _, _, MODEL, FOLDER, kind, what, *only = sys.argv
     FOLDER, DTYPE = Path(FOLDER), getattr(torch, kind)
     dist.init_process_group("gloo")
     RANK, P = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     IDS = torch.randint(2, 140, (12, 12))
     every = techniques(P)
+    if what in ("wrong_use", "functions"):
+        every, only = {}, []
+        globals()[what](FOLDER)
     for name in only or every:
-        if name == "wrong use":
-            wrong_use(FOLDER)
-            continue
-        check(name, *every[name], IDS, FOLDER / "saved")
+        globals()[what](name, *every[name], IDS, FOLDER / "saved")
     dist.barrier()
     print("full model: ok", flush=True)
     dist.destroy_process_group()
