@@ -33,7 +33,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import harness
 from utils.collectives import group_of_axis
-from utils.kernels import for_all
 from utils.llama import guard_dropout
 from utils.partition import shard_heads, shard_range
 from utils.sequence import MaskInfo, SequenceParallelLlama, convert_attention, share_heads
@@ -67,9 +66,9 @@ class AllToAll(torch.autograd.Function):
 
 def causal(query, key, value):
     """PyTorch's own attention, of fewer KV heads than query heads, too."""
-    return F.scaled_dot_product_attention(
-        query, *(for_all(kv, query.shape[1]) for kv in (key, value)), is_causal=True
-    )
+    times = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(times, dim=1) for x in (key, value))
+    return F.scaled_dot_product_attention(query, key, value, is_causal=True)
 
 
 def ulysses_attention(query, key, value, group, attend=causal, length=None, heads=None):
@@ -103,13 +102,16 @@ def attend_to_all_tokens(module, query, key, value, attention_mask, **kwargs):
     message = "model.model needs attention_mask=model.attention_mask_info(S)"
     assert attention_mask is not None, message
     mask = MaskInfo.from_tensor(attention_mask)
-    by_hf = partial(ALL_ATTENTION_FUNCTIONS["sdpa"], module, **kwargs)
 
-    def attend(query, key, value):
-        if mask.documents is not None:
-            return by_documents(by_hf, query, key, value, mask.documents)
-        return by_hf(query, key, value, attention_mask=mask.full())[0].transpose(1, 2)
+    def by_hf(query, key, value, attention_mask=None):
+        sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
+        output, _ = sdpa(module, query, key, value, attention_mask=attention_mask, **kwargs)
+        return output.transpose(1, 2)
 
+    if mask.documents is not None:
+        attend = partial(by_documents, by_hf, documents=mask.documents)
+    else:
+        attend = partial(by_hf, attention_mask=mask.full())
     group, heads = module.get_group(), module.heads
     output = ulysses_attention(query, key, value, group, attend, mask.length, heads)
     return output.transpose(1, 2), None
@@ -121,8 +123,8 @@ def by_documents(attend, query, key, value, documents):
     for row, *parts in zip(documents, query[:, None], key[:, None], value[:, None], strict=True):
         sizes = row.unique_consecutive(return_counts=True)[1].tolist()
         pieces = zip(*(x.split(sizes, dim=2) for x in parts), strict=True)
-        outputs.append(torch.cat([attend(*piece, attention_mask=None)[0] for piece in pieces], 1))
-    return torch.cat(outputs).transpose(1, 2)
+        outputs.append(torch.cat([attend(*piece) for piece in pieces], dim=2))
+    return torch.cat(outputs)
 
 
 def split_sizes(group, heads, S):

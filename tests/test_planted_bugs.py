@@ -353,8 +353,8 @@ BUGS = {
         "grad",
     ),
     "keys and values change places": (
-        "ulysses_forward", 2, "ulysses_forward.py", "query, key, value = to_heads",
-        "query, value, key = to_heads", "logits",
+        "ulysses_forward", 2, "ulysses_forward.py", "attend(*to_heads(query, key, value, group",
+        "attend(*to_heads(query, value, key, group", "logits",
     ),
     "heads come back in another order": (
         "ulysses_forward", 2, "ulysses_forward.py", "torch.cat(pieces, dim=2).transpose",

@@ -293,10 +293,9 @@ class Stack:
 
     # ------------------------------------------------ with autograd
 
-    def causal(self, q, k, v, attention_mask=None):
-        """Causal attention, as Hugging Face has it: (B, S, heads, D), and None."""
-        o = F.scaled_dot_product_attention(q, k, v, None, self.dropout, is_causal=True)
-        return o.transpose(1, 2), None
+    def causal(self, q, k, v):
+        """Causal attention: (B, heads, S, D)."""
+        return F.scaled_dot_product_attention(q, k, v, None, self.dropout, is_causal=True)
 
     def run(self, x):
         """All layers, under autograd: hidden states before the final norm."""
@@ -328,9 +327,9 @@ class Stack:
             elif stop > first:
                 k, v = (for_all(t, stop - first) for t in (k, v))
                 if self.documents is None:
-                    o = self.causal(q, k, v)[0].transpose(1, 2)
+                    o = self.causal(q, k, v)
                 else:
-                    o = by_documents(self.causal, q, k, v, self.documents).transpose(1, 2)
+                    o = by_documents(self.causal, q, k, v, self.documents)
             else:
                 # A checkpoint recomputes when its first saved tensor is unpacked. A rank without
                 # heads must save one here, too: else it would call the all-to-alls of the
