@@ -205,6 +205,8 @@ def vocab_parallel_cross_entropy(
     by default all ranks have as many. Labels are the same on all ranks; which are outside the
     vocabulary is not checked. Each rank's logits get their own gradient, without a sum over ranks.
     """
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"reduction {reduction!r}: not mean, sum or none")
     if rows is None:
         rows = shard_range(logits.shape[-1] * group.size(), group.size(), group.rank())
     if rows[1] - rows[0] != logits.shape[-1]:

@@ -86,6 +86,8 @@ def ulysses_attention(query, key, value, group, attend=causal, length=None, head
     """
     P, tokens = group.size(), query.shape[2]
     length = tokens * P if length is None else length
+    if length < P:
+        raise ValueError(f"{length} tokens for {P} ranks: each needs one")
     first, stop = shard_range(length, P, group.rank())
     if stop - first != tokens:
         raise ValueError(f"{tokens} tokens on rank {group.rank()}, of {length}: {stop - first}")

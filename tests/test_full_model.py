@@ -149,8 +149,8 @@ BUGS = {
     ),
     "the folder says how it was split": (
         "full Ulysses", 2, "full_model.py",
-        'getattr(model, "before", (model.config, model.generation_config))',
-        "(model.config, model.generation_config)", "config.json",
+        "config, generation = settings_of(model)",
+        "config, generation = model.config, model.generation_config", "config.json",
     ),
     "slices pass for a state": (
         "wrong_use", 2, "shards.py", "if any(map(is_slice, model.parameters())):", "if False:",
@@ -176,8 +176,8 @@ BUGS = {
         'local_part(tensor.detach()).copy_(values * (key != "exp_avg"))', "resumed",
     ),
     "the learning rate is not restored": (
-        "resume Ulysses", 2, "sharded_checkpoint.py", "one.update(settings)", "pass",
-        "AssertionError: Ulysses",
+        "resume Ulysses", 2, "sharded_checkpoint.py", "for key, value in settings.items():",
+        "for key, value in ():", "AssertionError: Ulysses",
     ),
     "another model's state is taken": (
         "wrong_use", 2, "sharded_checkpoint.py", 'if "states" not in record or saved != shapes:',
@@ -195,6 +195,20 @@ BUGS = {
     "ignored labels have a loss": (
         "functions", 2, "tp_llama.py", "losses.masked_fill(~is_label, 0)", "losses",
         "cross-entropy",
+    ),
+    "FSDP2's root is not there after an evaluation": (
+        "full FSDP2", 2, "full_model.py", "module.reshard()", "pass", "FSDP2: norm",
+    ),
+    "the optimizer's state is not there after an evaluation": (
+        "resume FSDP2", 2, "full_model.py", "module.reshard()", "pass", "resumed",
+    ),
+    "a NaN on one rank is not seen": (
+        "wrong_use", 2, "full_model.py", "if not math.isfinite(norm):", "if False:",
+        "assert math.isnan",
+    ),
+    "a stage's configuration is written": (
+        "wrong_use", 2, "pipeline_llama.py", "model.before = model.config, model.generation_config",
+        "pass", "a stage's folder",
     ),
     "heads drop alike": (
         "wrong_use", 2, "llama.py", "if model.training and rate:", "if False:",

@@ -19,7 +19,7 @@ TECHNIQUES = {
     "sequence_parallelize": ("ulysses_forward", LINES),
     "shard_loss": ("ulysses_finetune", 1550),  # with Task 4's
     "generate": ("kv_cache", LINES),
-    "ring_parallelize": ("ring_attention", 1450),  # twice: simplest form, and whole
+    "ring_parallelize": ("ring_attention", 1500),  # twice: simplest form, and whole
     "parallelize_tp_sp": ("tp_ulysses", 1650),  # Tasks 2 and 4
     "Pipeline": ("pipeline_llama", 1150),
     "Pipe": ("pipeline_threads", LINES),
@@ -27,10 +27,10 @@ TECHNIQUES = {
     "partition_dataset": ("data_parallel", 1100),
     "split_loss_alone": ("tp_training", 1200),  # Task 2's
     "parallelize_2d": ("pretrain_2d", 1400),  # Task 3's
-    "sequence_loss": ("memory.long_sequence", 2500),  # Task 4's, the ring's, and its own 800
+    "sequence_loss": ("memory.long_sequence", 2550),  # Task 4's, the ring's, and its own 800
     "SavedOutputs": ("memory.saved_outputs", 1800),
     "sum_gradients": ("utils.replicas", LINES),
-    "save_pretrained": ("utils.full_model", LINES),
+    "save_pretrained": ("utils.full_model", 1050),
     "attend": ("utils.kernels", LINES),
 }
 # One process has the libraries, for what they load and set is not the project's. Each technique is

@@ -15,6 +15,7 @@ would keep one rank's. As DTensors, uneven heads and shared KV heads cannot be t
 import json
 import math
 import shutil
+from itertools import zip_longest
 from pathlib import Path
 
 import torch
@@ -23,12 +24,15 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from checkpoints.checkpoint import Checkpoints, begin, digest, finish, flush, newest
+from checkpoints.checkpoint import Checkpoints, begin, digest, finish, flush, newest, step_of
 from utils.errors import UserError
+from utils.full_model import parameters_of
 from utils.gradients import local_part
 from utils.shards import shard_of
 
 STATES = "exp_avg", "exp_avg_sq"  # Adam's
+# What an optimizer's groups have that a checkpoint does not: which parameters, and which kernels.
+OF_THE_PROGRAM = "params", "foreach", "fused", "capturable", "differentiable"
 
 
 class ShardedCheckpoints(Checkpoints):
@@ -144,7 +148,7 @@ def regions_of(model):
     """{name: [[start, stop] for each dim]} of this rank's parameters."""
     return {
         name: [[part.start, part.stop] for part in shard_of(parameter)]
-        for name, parameter in model.named_parameters()
+        for name, parameter in parameters_of(model).items()
     }
 
 
@@ -171,9 +175,13 @@ def state_of(model, optimizer, parts, rank):
     split as the parameter is, and numbers, such as Adam's step.
     """
     tensors, states, regions = {}, {}, regions_of(model)
-    for name, parameter in model.named_parameters():
+    for name, parameter in parameters_of(model).items():
         state = optimizer.state.get(parameter, {})
         split = {key: of for key, of in state.items() if torch.is_tensor(of) and of.dim()}
+        for key, tensor in split.items():
+            if tensor.shape != parameter.shape:
+                shapes = f"{list(tensor.shape)} for {list(parameter.shape)}"
+                raise ValueError(f"{type(optimizer).__name__}: {key} of {name}: {shapes}")
         numbers = {key: float(of) for key, of in state.items() if key not in split}
         states[name] = list(split), numbers
         if [rank, regions[name]] in parts[name]:
@@ -195,14 +203,17 @@ def write_part(path, tensors):
 @torch.no_grad()
 def read_state(path, model, optimizer, parts, states):
     """Fill in this rank's parameters, and what the optimizer keeps of them; see `state_of`."""
-    for name, parameter in model.named_parameters():
+    for name, parameter in parameters_of(model).items():
         keys, numbers = states[name]
-        split = {key: torch.zeros_like(parameter) for key in keys}
+        optimizer.state.pop(parameter, None)  # what it may have of steps that do not count
         if keys or numbers:
-            numbers = {key: torch.tensor(of) for key, of in numbers.items()}
-            optimizer.state[parameter] = numbers | split
-        for key, tensor in {"parameter": parameter, **split}.items():
+            optimizer.state[parameter] = {key: torch.tensor(of) for key, of in numbers.items()}
+        for key in "parameter", *keys:
             values = read_region(path, f"{key}.{name}", parts[name], shard_of(parameter))
+            tensor = parameter
+            if key != "parameter":
+                tensor = torch.zeros_like(parameter, dtype=values.dtype)
+                optimizer.state[parameter][key] = tensor
             local_part(tensor.detach()).copy_(values)
 
 
@@ -243,8 +254,12 @@ def save_training_state(model, optimizer, folder, step, more=None, group=None, k
 
     All ranks of `group`, by default all there are, call it together. more: anything that JSON can
     hold, such as a scheduler's state_dict(). Raises OSError, on all ranks, where it cannot be
-    written, and ValueError for an optimizer that keeps the states of other ranks' parameters.
+    written; ValueError for a folder that has a later step, for an optimizer that keeps the states
+    of other ranks' parameters, and for one whose states have other shapes than its parameters.
     """
+    if not isinstance(step, int) or step < 0 or keep < 1:
+        raise ValueError(f"step {step!r}, keep {keep!r}: whole numbers from 0 and from 1 on")
+    json.dumps(more)  # what it cannot hold, it says here
     if isinstance(optimizer, ZeroRedundancyOptimizer):
         raise ValueError("ZeroRedundancyOptimizer: a rank has states of its share alone; use FSDP2")
     folder, rank = Path(folder), rank_in(group)
@@ -253,18 +268,30 @@ def save_training_state(model, optimizer, folder, step, more=None, group=None, k
     record = {"step": step, "parts": parts, "more": more, "states": {}}
     for of_rank in gather_objects(states, group):
         record["states"] |= of_rank
+    record["optimizer"] = type(optimizer).__name__
     record["settings"] = [
-        {key: value for key, value in settings.items() if key != "params"}
+        {key: value for key, value in settings.items() if key not in OF_THE_PROGRAM}
         for settings in optimizer.param_groups
     ]
+    record["groups"] = [set() for _ in optimizer.param_groups]
+    for of_rank in gather_objects(names_by_group(model, optimizer), group):
+        record["groups"] = [a | set(b) for a, b in zip(record["groups"], of_rank, strict=True)]
+    record["groups"] = [sorted(names) for names in record["groups"]]
 
     def start():
         folder.mkdir(parents=True, exist_ok=True)
+        there = newest(folder)[0] if any(folder.glob("step-*")) else None
+        if there and step_of(there) > step:
+            raise UserError(f"{there} is of a later step than {step}: name another folder")
         return begin(folder, step)
 
     part = together(lambda: start() if rank == 0 else None, group)[0]
-    written = together(lambda: write_part(part / f"rank{rank}.safetensors", tensors), group)
-    together(lambda: rank == 0 and finish(part, step, record, dict(written), keep), group)
+    try:
+        written = together(lambda: write_part(part / f"rank{rank}.safetensors", tensors), group)
+        together(lambda: rank == 0 and finish(part, step, record, dict(written), keep), group)
+    finally:
+        if rank == 0:
+            shutil.rmtree(part, ignore_errors=True)  # what was not finished
 
 
 def load_training_state(model, optimizer, folder, group=None):
@@ -286,19 +313,36 @@ def load_training_state(model, optimizer, folder, group=None):
     if found is None:
         return None
     path, record = found
-    local = {name: list(getattr(p, "ds_shape", p.shape)) for name, p in model.named_parameters()}
+    local = {
+        name: list(getattr(p, "ds_shape", p.shape)) for name, p in parameters_of(model).items()
+    }
     shapes = {}  # of all ranks' parameters
     for of_rank in gather_objects(local, group):
         shapes |= of_rank
     saved = {name: full_shape(parts) for name, parts in record["parts"].items()}
     if "states" not in record or saved != shapes:
         raise UserError(f"{path}: of another model")
-    if len(record["settings"]) != len(optimizer.param_groups):
-        raise UserError(f"{path}: {len(record['settings'])} groups of parameters")
+    if record["optimizer"] != type(optimizer).__name__:
+        raise UserError(f"{path}: of the optimizer {record['optimizer']}")
+    groups = zip_longest(names_by_group(model, optimizer), record["groups"], fillvalue=())
+    alike = all(set(local) <= set(names) for local, names in groups)
+    if not all(gather_objects(alike, group)):
+        raise UserError(f"{path}: the optimizer had other groups of parameters")
     together(lambda: read_state(path, model, optimizer, record["parts"], record["states"]), group)
     for one, settings in zip(optimizer.param_groups, record["settings"], strict=True):
-        one.update(settings)
+        tuples = {key for key, value in one.items() if isinstance(value, tuple)}
+        for key, value in settings.items():
+            one[key] = tuple(value) if key in tuples else value
     return record["step"], record["more"]
+
+
+def names_by_group(model, optimizer):
+    """The names of this rank's parameters in each of the optimizer's groups."""
+    names = {parameter: name for name, parameter in parameters_of(model).items()}
+    return [
+        [names[parameter] for parameter in settings["params"] if parameter in names]
+        for settings in optimizer.param_groups
+    ]
 
 
 def rank_in(group):

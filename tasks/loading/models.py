@@ -335,6 +335,8 @@ def from_pretrained(parallelize, name_or_folder, dtype=None, device="cpu"):
     if is_remote(name):
         download(name)
     source = Source(name)
+    if isinstance(dtype, str):
+        dtype = None if dtype == "auto" else getattr(torch, dtype)
     return source.load_model(dtype or source.dtype(), device, parallelize)
 
 

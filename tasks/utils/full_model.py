@@ -6,9 +6,9 @@ ranks of `group`, by default all there are, call these functions together. What 
 counts once, and is taken from the first of them.
 """
 
-import copy
 import hashlib
 import json
+import math
 import os
 from dataclasses import dataclass
 from math import prod
@@ -16,10 +16,24 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 
 from utils.collectives import all_gather
 from utils.gradients import local_part
+from utils.settings import settings_of
 from utils.shards import shard_of
+
+
+def parameters_of(model):
+    """{name: parameter}, by the names that the model has without torch.compile's wrappers.
+
+    FSDP2's are slices again: after a forward without a backward those of its root are whole.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    return {name.replace("_orig_mod.", ""): p for name, p in model.named_parameters()}
+
 
 # ---------------------------------------------------------------- gradients
 
@@ -30,7 +44,7 @@ def clip_grad_norm_(model, max_norm, group=None):
     It takes the place of `torch.nn.utils.clip_grad_norm_`, which would take each rank's slices for
     all there is. Returns the norm before, as `grad_norm` does, and raises as that.
     """
-    norm = grad_norm(model, group)
+    norm = grad_norm(model, group)  # and FSDP2's units are slices from now on
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # PyTorch's own formula
     with torch.no_grad():
         for parameter in model.parameters():
@@ -47,13 +61,15 @@ def grad_norm(model, group=None):
     Raises ValueError where ranks that have the same part of a parameter have different gradients
     for it: those of their own tokens or samples, which are not summed yet.
     """
-    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    trained = [(name, p) for name, p in parameters_of(model).items() if p.requires_grad]
     norms = {name_of_part(name, p): norm_of(p) for name, p in trained}
     device = trained[0][1].device if trained else torch.device("cpu")
     first = {}  # of each part the norm that the first rank has which has this part
     for table in gather_tables(norms, device, group):
         for part, norm in table:
             expected = first.setdefault(part, norm)
+            if not math.isfinite(norm):
+                first[part] = norm  # of whichever rank: all are to see it
             # (Ranks that compute the same by other kernels may round differently. A sum that was
             # left out is farther off. What is not finite is the caller's to see.)
             if abs(norm - expected) > 1e-2 * max(norm, expected):
@@ -127,7 +143,7 @@ def describe(model, group=None):
     Raises ValueError, on all ranks, where the ranks do not have all of one together.
     """
     local = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in parameters_of(model).items():
         region = tuple((part.start, part.stop) for part in shard_of(parameter))
         shape = getattr(parameter, "ds_shape", parameter.shape)
         local[name] = tuple(shape), parameter.dtype, region
@@ -154,7 +170,7 @@ def full_tensors(model, found, group=None):
 
     found: of `describe`. No rank ever has more than one tensor in full.
     """
-    parameters = dict(model.named_parameters())
+    parameters = parameters_of(model)
     rank, group = 0, group or (dist.group.WORLD if dist.is_initialized() else None)
     if group:
         rank = group.rank()
@@ -210,9 +226,13 @@ def save_pretrained(model, folder, max_shard_size=5 * 10**9, group=None):
 
     Of a PEFT model the adapter is written, by PEFT. Raises ValueError as `describe` does.
     """
+    model = getattr(model, "_orig_mod", model)  # of torch.compile(model)
+    is_adapter = hasattr(model, "peft_config")
+    if not is_adapter:
+        library_class(model)
     folder, found = Path(folder), describe(model, group)
     rank = dist.get_rank(group) if dist.is_initialized() else 0
-    if hasattr(model, "peft_config"):
+    if is_adapter:
         if any(len(one.parts) > 1 for one in found.values()):
             raise ValueError("an adapter on a split model: only whole weights can have one")
         error = attempt(lambda: model.save_pretrained(folder)) if rank == 0 else None
@@ -307,12 +327,18 @@ def write_safetensors(path, found, tensors):
         os.fsync(file.fileno())
 
 
+def library_class(model):
+    """The class of transformers that a model is of, or that a technique's class is made from."""
+    for kind in type(model).__mro__:
+        if kind.__module__.startswith("transformers."):
+            return kind
+    raise ValueError(f"{type(model).__name__}: not a model of transformers; give the one inside")
+
+
 def write_settings(model, folder, dtype):
     """config.json and generation_config.json, as the full model has them."""
-    config, generation = getattr(model, "before", (model.config, model.generation_config))
-    config = copy.deepcopy(config)
-    library = (kind for kind in type(model).__mro__ if kind.__module__.startswith("transformers."))
-    config.architectures = [next(library).__name__]
+    config, generation = settings_of(model)
+    config.architectures = [library_class(model).__name__]
     # transformers 4 calls it otherwise.
     setattr(config, "dtype" if hasattr(config, "dtype") else "torch_dtype", dtype)
     config.save_pretrained(folder)

@@ -25,6 +25,7 @@ from utils.llama import (
 )
 from utils.losses import cross_entropy
 from utils.partition import shard_heads, shard_range
+from utils.settings import settings_of
 
 
 def convert_attention(model, kind, group, name, attend):
@@ -238,5 +239,5 @@ class SequenceParallelLlama(LlamaForCausalLM):
     def save_pretrained(self, *args, **kwargs):
         """Save the full model, as it was before: each rank has all weights."""
         full = copy.copy(self)
-        full.__class__, (full.config, full.generation_config) = LlamaForCausalLM, self.before
+        full.__class__, (full.config, full.generation_config) = LlamaForCausalLM, settings_of(self)
         return full.save_pretrained(*args, **kwargs)

@@ -6,7 +6,9 @@ TASKS: the folder with the scripts. MODEL: a directory. FOLDER: where models are
 float64 or float32. WHAT: a function below; NAME: techniques, by default all that so many ranks run.
 """
 
+import copy
 import json
+import math
 import shutil
 import sys
 from functools import partial
@@ -15,6 +17,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor.parallel import loss_parallel
@@ -28,6 +31,7 @@ from dtensor_llama import dtensor_parallelize
 from harness.float64 import compute_in_float64
 from harness.tolerance import LIMITS
 from loading.models import from_pretrained
+from pipeline_llama import keep_stage
 from pretrain_2d import forward_backward, parallelize_2d
 from ring_attention import Ring, ring_attention, ring_parallelize
 from tp_llama import tensor_parallelize, vocab_parallel_cross_entropy
@@ -60,6 +64,13 @@ def step(model, ids, **kwargs):
     """Forward and backward of the mean loss, which Hugging Face computes in float32 at most."""
     logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
     torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()).backward()
+
+
+def evaluate(model, ids):
+    """A forward alone, behind which FSDP2's root unit is whole."""
+    positions = torch.arange(ids.shape[1])[None]
+    with torch.no_grad():
+        model(input_ids=ids, position_ids=positions, use_cache=False)
 
 
 def summed(step, mesh):
@@ -147,6 +158,7 @@ def full(name, split, step_of, ids, folder):
     step(whole, ids)
     model = split(model) or model
     step_of(model, ids)
+    evaluate(model, ids)
     expected = torch.nn.utils.get_total_norm([p.grad for p in whole.parameters()]).double()
     norms = [None] * P
     dist.all_gather_object(norms, grad_norm(model).item())
@@ -266,10 +278,12 @@ def resume(name, split, step_of, ids, folder):
 
     model, optimizer = make()
     train(model, optimizer, range(2))
+    evaluate(model, ids)
     save_training_state(model, optimizer, folder / "split", 2, {"epoch": 7})
     expected = train(model, optimizer, [2])
     optimizer.param_groups[0]["lr"] = 0.5  # what is loaded counts
     again = make(change=0.1)
+    evaluate(again[0], ids)
     assert load_training_state(*again, folder / "split") == (2, {"epoch": 7}), name
     assert again[1].param_groups[0]["lr"] == 1e-3, name
     for key, tensor in train(*again, [2]).items():
@@ -352,6 +366,10 @@ def wrong_use(folder):
     tensor_parallelize(model, mesh)
     refused(model.state_dict, "full_state_dict")
     refused(partial(model.save_pretrained, folder), "utils.full_model.save_pretrained")
+    step(model, IDS)
+    if RANK == 1:
+        model.model.norm.weight.grad[0] = math.nan
+    assert math.isnan(grad_norm(model).item())
     clip = partial(torch.nn.utils.clip_grad_norm_, model.parameters(), 1.0)
     refused(clip, "utils.full_model.clip_grad_norm_")
     nothing = folder / "nothing"
@@ -369,6 +387,21 @@ def wrong_use(folder):
     save_training_state(*model, folder / "state", 0)
     refused(partial(load_training_state, *other, folder / "state"), "of another model")
     refused(partial(save_training_state, *model, nothing, 0), "nothing")
+    save_training_state(*model, folder / "state", 5)
+    refused(partial(save_training_state, *model, folder / "state", 3), "of a later step than 3")
+    sgd = torch.optim.SGD(model[0].parameters(), 0.1, 0.9)
+    refused(partial(load_training_state, model[0], sgd, folder / "state"), "of the optimizer AdamW")
+    model[0].config.pad_token_id, halves = 7, (1, model[0].config.num_hidden_layers)
+    stage = copy.deepcopy(model[0])
+    keep_stage(stage, halves, RANK)
+    save_pretrained(stage, folder / "stages")
+    dist.barrier()
+    again = LlamaForCausalLM.from_pretrained(folder / "stages", dtype=DTYPE)
+    assert again.config.pad_token_id == 7, "a stage's folder"
+    assert len(again.model.layers) == halves[1], "a stage's folder"
+    for key, tensor in model[0].state_dict().items():
+        assert again.state_dict()[key].equal(tensor), f"a stage's folder: {key}"
+    refused(partial(save_pretrained, nn.Linear(2, 2), folder / "stages"), "not a model of transf")
     shares = ZeroRedundancyOptimizer(model[0].parameters(), torch.optim.AdamW)
     refused(partial(save_training_state, model[0], shares, folder / "state", 0), "its share alone")
     for split in tensor_parallelize, dtensor_parallelize, sequence_parallelize:
