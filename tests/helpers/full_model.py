@@ -281,8 +281,8 @@ def resume(name, split, step_of, ids, folder):
     evaluate(model, ids)
     save_training_state(model, optimizer, folder / "split", 2, {"epoch": 7})
     expected = train(model, optimizer, [2])
-    optimizer.param_groups[0]["lr"] = 0.5  # what is loaded counts
     again = make(change=0.1)
+    again[1].param_groups[0]["lr"] = 0.5  # what is loaded counts
     evaluate(again[0], ids)
     assert load_training_state(*again, folder / "split") == (2, {"epoch": 7}), name
     assert again[1].param_groups[0]["lr"] == 1e-3, name
