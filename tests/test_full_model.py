@@ -22,17 +22,21 @@ def full_model(folder, model, nproc, *args, tasks=launch.TASKS):
     )
 
 
+STRESS = pytest.mark.stress
+
+
 @pytest.mark.parametrize(
     ("nproc", "dtype"),
-    [(2, "float64"), (4, "float64"), (3, "float32"),
-     *(pytest.param(*of, marks=pytest.mark.stress) for of in ((2, "float32"), (4, "float32")))],
+    [(4, "float64"), *(pytest.param(*of, marks=STRESS) for of in (
+        (2, "float64"), (2, "float32"), (3, "float32"), (4, "float32")))],
 )  # fmt: skip
 def test_all_techniques(nproc, dtype, odd_llama, tmp_path):
     result = full_model(tmp_path, odd_llama, nproc, dtype, "full")
     assert result.code == 0 and result.out.count("full model: ok") == nproc, result.tail()
 
 
-@pytest.mark.parametrize("nproc", [2, pytest.param(4, marks=pytest.mark.stress)])
+@STRESS
+@pytest.mark.parametrize("nproc", [2, 4])
 def test_tied(nproc, tmp_path):
     """One file has a tied weight once, and what was trained of it is one gradient."""
     changes = {"num_hidden_layers": 2, "tie_word_embeddings": True}
@@ -50,10 +54,10 @@ def test_wrong_use(odd_llama, tmp_path):
 
 @pytest.mark.parametrize(
     ("what", "nproc", "dtype"),
-    [("recompute", 2, "float32"), ("autocast", 2, "float32"), ("resume", 2, "float64"),
-     *(pytest.param(what, 4, dtype, marks=pytest.mark.stress)
-       for what, dtype in (("recompute", "float32"), ("autocast", "float32"), ("resume", "float64"))
-       )],
+    [("autocast", 2, "float32"), ("resume", 2, "float64"),
+     *(pytest.param(*of, marks=STRESS) for of in (
+        ("recompute", 2, "float32"), ("recompute", 4, "float32"), ("autocast", 4, "float32"),
+        ("resume", 4, "float64")))],
 )  # fmt: skip
 def test_while_it_trains(what, nproc, dtype, odd_llama, tmp_path):
     """Layers recomputed; bfloat16 over float32 weights; checkpoints, also for another split."""
@@ -61,7 +65,7 @@ def test_while_it_trains(what, nproc, dtype, odd_llama, tmp_path):
     assert result.code == 0 and result.out.count("full model: ok") == nproc, result.tail()
 
 
-@pytest.mark.stress
+@STRESS
 @pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler, which torch.compile wants")
 @pytest.mark.parametrize("nproc", [1, 2, 3, 4])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
@@ -70,7 +74,7 @@ def test_compiled(dtype, nproc, odd_llama, tmp_path):
     assert result.code == 0 and result.out.count("full model: ok") == nproc, result.tail()
 
 
-@pytest.mark.parametrize("nproc", [2, 3, pytest.param(4, marks=pytest.mark.stress)])
+@pytest.mark.parametrize("nproc", [3, *(pytest.param(n, marks=STRESS) for n in (2, 4))])
 def test_functions(nproc, odd_llama, tmp_path):
     """Attention and cross-entropy as functions of tensors and a group, without a model."""
     result = full_model(tmp_path, odd_llama, nproc, "float64", "functions")
@@ -90,7 +94,7 @@ def train_alone(model):
     return norms
 
 
-@pytest.mark.parametrize("nproc", [2, 4])
+@pytest.mark.parametrize("nproc", [4, pytest.param(2, marks=STRESS)])
 def test_program_of_the_page(nproc, tmp_path):
     """`figures/tasks.md`'s training, as it stands, writes the model that one process trains."""
     (shown,) = [code for code in CODE if "save_pretrained" in code]
@@ -221,7 +225,7 @@ def with_marks():
     """All in `make stress`; in `make test-all` one of each kind."""
     quick = "all that ranks have counts", "a piece changes on its way", "slices pass for a state"
     for name in BUGS:
-        yield pytest.param(name, marks=[pytest.mark.stress] * (name not in quick))
+        yield pytest.param(name, marks=[STRESS] * (name not in quick))
 
 
 @pytest.mark.parametrize("name", list(with_marks()))
