@@ -38,7 +38,7 @@ from utils.collectives import group_of_axis
 from utils.kernels import attend, attend_backward, bias_of
 from utils.partition import shard_range
 from utils.point_to_point import exchange
-from utils.sequence import MaskInfo, SequenceParallelLlama, convert_attention, heads_of
+from utils.sequence import MaskInfo, SequenceParallelLlama, convert_attention, heads_of, seq_len
 
 # ---------------------------------------------------------------- the technique, simplest form
 
@@ -368,13 +368,7 @@ def ring_attention(query, key, value, group, length=None, zigzag=False, mask=Non
     `MaskInfo.to_tensor`, which says more than causal. Raises ValueError for other tokens than
     length says. Source: Ring Attention, arXiv 2310.01889, section 3.
     """
-    P, tokens = group.size(), query.shape[2]
-    length = tokens * P if length is None else length
-    if length < P:
-        raise ValueError(f"{length} tokens for {P} ranks: each needs one")
-    first, stop = shard_range(length, P, group.rank())
-    if stop - first != tokens:
-        raise ValueError(f"{tokens} tokens on rank {group.rank()}, of {length}: {stop - first}")
+    length = seq_len(query.shape[2], group, length)
     return RingAttention.apply(query, key, value, ring_of(group, length, zigzag, mask))
 
 

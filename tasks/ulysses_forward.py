@@ -35,7 +35,7 @@ import harness
 from utils.collectives import group_of_axis
 from utils.llama import guard_dropout
 from utils.partition import shard_heads, shard_range
-from utils.sequence import MaskInfo, SequenceParallelLlama, convert_attention, share_heads
+from utils.sequence import MaskInfo, SequenceParallelLlama, convert_attention, seq_len, share_heads
 
 # ---------------------------------------------------------------- the technique
 
@@ -84,13 +84,8 @@ def ulysses_attention(query, key, value, group, attend=causal, length=None, head
     query heads and KV heads, by default `shard_heads`'s. Raises UserError for more ranks than query
     heads, ValueError for other tokens than length says.
     """
-    P, tokens = group.size(), query.shape[2]
-    length = tokens * P if length is None else length
-    if length < P:
-        raise ValueError(f"{length} tokens for {P} ranks: each needs one")
-    first, stop = shard_range(length, P, group.rank())
-    if stop - first != tokens:
-        raise ValueError(f"{tokens} tokens on rank {group.rank()}, of {length}: {stop - first}")
+    length = seq_len(query.shape[2], group, length)
+    P = group.size()
     heads = heads or [shard_heads(query.shape[1], key.shape[1], P, rank)[:2] for rank in range(P)]
     output = attend(*to_heads(query, key, value, group, heads, length))
     return to_tokens(output.transpose(1, 2), group, heads, length).transpose(1, 2)

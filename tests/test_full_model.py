@@ -188,7 +188,7 @@ BUGS = {
         "if False:", "not refused: of another model",
     ),
     "other tokens than the length says pass": (
-        "functions", 2, "ring_attention.py", "if stop - first != tokens:", "if False:",
+        "functions", 2, "sequence.py", "if stop - first != tokens:", "if False:",
         "not refused: tokens on rank|split_with_sizes",
     ),
     "ranks have other heads than they attend with": (

@@ -143,7 +143,12 @@ def test_export(tmp_path):
 
 
 def test_another_model_is_exported(tmp_path):
-    plant(tmp_path, "pretraining.py", "whole[name] = full.cpu()", "whole[name] = 1.01 * full.cpu()")
+    plant(
+        tmp_path,
+        "pretraining.py",
+        "full_state[name] = full.cpu()",
+        "full_state[name] = 1.01 * full.cpu()",
+    )
     args = [*SHORT, "--steps", 1, "--output-dir", tmp_path / "out"]
     refused(tmp_path, "pretrain_2d", 1, args, "what was exported")
 

@@ -19,16 +19,15 @@ from itertools import zip_longest
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from checkpoints.checkpoint import Checkpoints, begin, digest, finish, flush, newest, step_of
 from utils.errors import UserError
-from utils.full_model import parameters_of
+from utils.full_model import gather_objects, parameters_of, rank_in
 from utils.gradients import local_part
-from utils.shards import shard_of
+from utils.shards import full_shape_of, shard_of
 
 STATES = "exp_avg", "exp_avg_sq"  # Adam's
 # What an optimizer's groups have that a checkpoint does not: which parameters, and which kernels.
@@ -313,9 +312,7 @@ def load_training_state(model, optimizer, folder, group=None):
     if found is None:
         return None
     path, record = found
-    local = {
-        name: list(getattr(p, "ds_shape", p.shape)) for name, p in parameters_of(model).items()
-    }
+    local = {name: list(full_shape_of(p)) for name, p in parameters_of(model).items()}
     shapes = {}  # of all ranks' parameters
     for of_rank in gather_objects(local, group):
         shapes |= of_rank
@@ -343,19 +340,6 @@ def names_by_group(model, optimizer):
         [names[parameter] for parameter in settings["params"] if parameter in names]
         for settings in optimizer.param_groups
     ]
-
-
-def rank_in(group):
-    return dist.get_rank(group) if dist.is_initialized() else 0
-
-
-def gather_objects(value, group):
-    """Every rank's value, in a list."""
-    if not dist.is_initialized():
-        return [value]
-    everyone = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, value, group=group)
-    return everyone
 
 
 def together(function, group):

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from utils.collectives import all_gather
 from utils.gradients import local_part
 from utils.settings import settings_of
-from utils.shards import shard_of
+from utils.shards import full_shape_of, shard_of
 
 
 def parameters_of(model):
@@ -33,6 +33,20 @@ def parameters_of(model):
         if isinstance(module, FSDPModule):
             module.reshard()
     return {name.replace("_orig_mod.", ""): p for name, p in model.named_parameters()}
+
+
+def rank_in(group):
+    """This rank's number in `group`, by default of all; 0 without torch.distributed."""
+    return dist.get_rank(group) if dist.is_initialized() else 0
+
+
+def gather_objects(value, group):
+    """Every rank's value, in a list."""
+    if not dist.is_initialized():
+        return [value]
+    everyone = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, value, group=group)
+    return everyone
 
 
 # ---------------------------------------------------------------- gradients
@@ -145,15 +159,9 @@ def describe(model, group=None):
     local = {}
     for name, parameter in parameters_of(model).items():
         region = tuple((part.start, part.stop) for part in shard_of(parameter))
-        shape = getattr(parameter, "ds_shape", parameter.shape)
-        local[name] = tuple(shape), parameter.dtype, region
-    everyone = [local]
-    if dist.is_initialized():
-        group = group or dist.group.WORLD
-        everyone = [None] * group.size()
-        dist.all_gather_object(everyone, local, group=group)
+        local[name] = tuple(full_shape_of(parameter)), parameter.dtype, region
     found = {}
-    for rank, parameters in enumerate(everyone):
+    for rank, parameters in enumerate(gather_objects(local, group)):
         for name, (shape, dtype, region) in parameters.items():
             one = found.setdefault(name, Described(shape, dtype, {}))
             if all(start < stop for start, stop in region):
@@ -231,7 +239,7 @@ def save_pretrained(model, folder, max_shard_size=5 * 10**9, group=None):
     if not is_adapter:
         library_class(model)
     folder, found = Path(folder), describe(model, group)
-    rank = dist.get_rank(group) if dist.is_initialized() else 0
+    rank = rank_in(group)
     if is_adapter:
         if any(len(one.parts) > 1 for one in found.values()):
             raise ValueError("an adapter on a split model: only whole weights can have one")

@@ -70,19 +70,16 @@ def refuse_adapters_across_tokens(model):
 
 
 def guard_dropout(model, ranks):
-    """Refuse dropout of attention in training by a ValueError: ranks have different heads."""
+    """Refuse dropout of attention in training, by a ValueError, where ranks have different heads.
+
+    With one seed, which they need, they would drop the same for different heads.
+    """
     if ranks > 1:
         guard(model, refuse_dropout)
 
 
 def refuse_dropout(model):
-    """ValueError for what `guard_dropout` names.
-
-    With one seed, which they need, ranks would drop the same for different heads.
-    """
-    base = getattr(model, "model", model)
-    # (PEFT may have wrapped the attention.)
-    attention = base.layers[0].self_attn.modules()
+    attention = getattr(model, "model", model).layers[0].self_attn.modules()  # PEFT may wrap it
     rate = next((m.attention_dropout for m in attention if hasattr(m, "attention_dropout")), 0)
     if model.training and rate:
         raise ValueError(

@@ -72,6 +72,18 @@ def share_heads(model, group):
         attention.num_key_value_groups = (stop - first) // (stop_key - first_key)
 
 
+def seq_len(tokens, group, length=None):
+    """Return a sequence's length, by default P times a rank's tokens; ValueError for others."""
+    P, rank = group.size(), group.rank()
+    length = tokens * P if length is None else length
+    if length < P:
+        raise ValueError(f"{length} tokens for {P} ranks: each needs one")
+    first, stop = shard_range(length, P, rank)
+    if stop - first != tokens:
+        raise ValueError(f"{tokens} tokens on rank {rank}, of {length}: {stop - first}")
+    return length
+
+
 def refuse(arguments, *names):
     """Take these out of a forward's keyword arguments; ValueError where one is given."""
     for name in names:
@@ -108,21 +120,17 @@ class MaskInfo:
 
     def to_tensor(self, device=None):
         """(B, 1, 1, S): of bool `real`, of whole numbers `documents`. Without either, no row."""
-        if self.documents is not None:
-            return self.documents[:, None, None]
-        if self.real is not None:
-            return self.real[:, None, None]
-        return torch.ones(1, 1, 0, self.length, dtype=torch.bool, device=device)
+        if self.sees_all:
+            return torch.ones(1, 1, 0, self.length, dtype=torch.bool, device=device)
+        return (self.real if self.documents is None else self.documents)[:, None, None]
 
     @classmethod
     def from_tensor(cls, tensor):
         """What `to_tensor` was called on."""
-        length, rows = tensor.shape[-1], tensor[:, 0]
-        if not rows.shape[1]:
-            return cls(length)
-        if tensor.dtype == torch.bool:
-            return cls(length, real=rows[:, 0])
-        return cls(length, documents=rows[:, 0])
+        if not tensor.shape[2]:
+            return cls(tensor.shape[-1])
+        kind = "real" if tensor.dtype == torch.bool else "documents"
+        return cls(tensor.shape[-1], **{kind: tensor[:, 0, 0]})
 
     def full(self):
         """(B, 1, S, S), True where a token may look, from `real`; None where attention is causal.

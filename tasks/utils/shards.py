@@ -32,8 +32,7 @@ def keep_shard(layer, dim, start, stop):
             first = region[dim].start  # not 0 where `full` is a slice itself
             region[dim] = slice(first + start, first + stop)
             shard = nn.Parameter(piece, requires_grad=full.requires_grad)
-            full_shape = getattr(full, "ds_shape", full.shape)
-            setattr(layer, name, mark_shard(shard, tuple(region), full_shape))
+            setattr(layer, name, mark_shard(shard, tuple(region), full_shape_of(full)))
     if isinstance(layer, nn.Linear):
         layer.out_features, layer.in_features = layer.weight.shape
     else:
@@ -76,6 +75,16 @@ def shard_of(parameter):
         assert sizes == list(parameter.to_local().shape), (sizes, parameter.to_local().shape)
         return tuple(region)
     return getattr(parameter, "shard", tuple(slice(0, size) for size in parameter.shape))
+
+
+def full_shape_of(parameter):
+    """The shape of the full tensor, of which this rank may hold a region only."""
+    return getattr(parameter, "ds_shape", parameter.shape)
+
+
+def is_slice(parameter):
+    """Whether it is what `keep_shard` has left of a larger one."""
+    return full_shape_of(parameter) != parameter.shape
 
 
 class ReplicatedKVLinear(nn.Linear):
@@ -145,11 +154,6 @@ def refuse_adapters_on_slices(model):
         from utils.adapters import refuse_adapters
 
         refuse_adapters(model)
-
-
-def is_slice(parameter):
-    """Whether it is what `keep_shard` has left of a larger one."""
-    return getattr(parameter, "ds_shape", parameter.shape) != parameter.shape
 
 
 def refuse_state_dict(model, prefix, keep_vars):
