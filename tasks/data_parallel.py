@@ -286,7 +286,7 @@ def spawn(world_size, args):
 
 
 def main():
-    parser = harness.make_parser(__doc__, kinds=loading.ALL_FAMILIES)
+    parser = harness.make_parser(__doc__, kinds=loading.LLAMA_AND_GPT2)
     add = parser.add_argument
     add("--strategy", choices=["all", *STRATEGIES], help="default all; with --spawn by-hand")
     add("--batch-size", type=harness.positive, default=8, help="sequences, of all ranks; default 8")

@@ -37,6 +37,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import harness
+import loading
 from utils.collectives import group_of_axis, reduce_from_region, subgroup
 from utils.errors import UserError
 from utils.gradients import local_part
@@ -48,6 +49,7 @@ from utils.shards import (
     local_rows,
     refuse_if_split,
     shard_of,
+    share_head_norms,
     with_full_logits,
 )
 
@@ -150,6 +152,7 @@ def dtensor_parallelize(model, mesh, plan=PLAN):
     embedding, head = model.model.embed_tokens, model.lm_head
     tied = head.weight is embedding.weight
     apply_plan(model, mesh, plan)
+    share_head_norms(model, mesh.get_group())
     if tied:  # each was given a shard of its own
         head.weight = embedding.weight
     model.loss_function = split_loss
@@ -290,7 +293,7 @@ def show_mlp(run, mesh):
 
 
 def main():
-    parser = harness.add_model_flags(harness.make_parser(__doc__))
+    parser = harness.add_model_flags(harness.make_parser(__doc__, kinds=loading.LLAMAS))
     parser.add_argument(
         "--overfit",
         type=harness.positive,

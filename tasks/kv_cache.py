@@ -32,9 +32,10 @@ import torch.nn.functional as F
 from transformers import DynamicCache, GenerationConfig, LlamaModel, StaticCache
 
 import harness
+import loading
 from utils.collectives import all_gather
 from utils.errors import UserError
-from utils.llama import rope_of
+from utils.llama import rope_of, window_of
 from utils.partition import shard_heads
 
 # What a forward calls its KV cache: `cache` from transformers 5.24 on.
@@ -254,7 +255,7 @@ def measure(run, models, reference, prompt_len, new_tokens, repeats):
 
 
 def main():
-    parser = harness.make_parser(__doc__)
+    parser = harness.make_parser(__doc__, kinds=loading.LLAMAS)
     add = parser.add_argument
     add(
         "--prompt",
@@ -276,7 +277,7 @@ def show(run, args):
 
     mesh = run.mesh("tp")
     prompts = harness.encode_prompts(run, args.prompt, args.new_tokens)
-    refuse_other_factors(run.source.config, prompts[0].shape[1] + args.new_tokens)
+    refuse_what_depends_on_length(run.source.config, prompts[0].shape[1] + args.new_tokens)
 
     def load(parallelize=None):
         model = run.load_model(parallelize)
@@ -309,12 +310,15 @@ def show(run, args):
         measure(run, models, reference, args.prompt_len, args.new_tokens, args.repeats)
 
 
-def refuse_other_factors(config, tokens):
-    """UserError where longrope would take its factors for long sequences.
+def refuse_what_depends_on_length(config, tokens):
+    """UserError where longrope would take its factors for long sequences, or a window slides.
 
-    Keys that are cached keep those of their time, in transformers, too. Then a text depends on when
-    its tokens were cached, and there is nothing to compare.
+    Keys that are cached keep the factors of their time, in transformers, too. Then a text depends
+    on when its tokens were cached, and there is nothing to compare. Of a window, transformers' own
+    caches keep the end alone, each in its own layout.
     """
+    if (window := window_of(config)) and tokens > window:
+        raise UserError(f"sliding_window {window}: prompt and --new-tokens are {tokens}")
     rope = rope_of(config)
     limit = rope.get("original_max_position_embeddings") or config.max_position_embeddings
     if rope.get("rope_type") == "longrope" and tokens > limit:

@@ -29,7 +29,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import pipelining
-from transformers import GPT2LMHeadModel, LlamaForCausalLM
 
 import checkpoints
 import harness
@@ -38,7 +37,7 @@ from utils.collectives import all_reduce_, group_of_axis, subgroup
 from utils.errors import UserError
 from utils.families import GPT2, LayersInOrder, base_of, embedding_of, family_of, layers_of
 from utils.gradients import new_gradients
-from utils.llama import check_ids, next_tokens
+from utils.llama import check_ids, mixed_in, next_tokens
 from utils.losses import token_losses
 from utils.partition import shard_range
 from utils.point_to_point import receive, send
@@ -61,11 +60,7 @@ class Stage:
         return self.lm_head(x) if self.is_last else x
 
 
-class LlamaStage(Stage, LlamaForCausalLM):
-    """Of a Llama."""
-
-
-class GPT2Stage(Stage, GPT2LMHeadModel):
+class GPT2Stage(Stage):
     """Of a GPT-2."""
 
     def forward(self, x, attention_mask=None):
@@ -98,7 +93,9 @@ def keep_stage(model, stops, index):
     model.before = model.config, model.generation_config
     model.config = base.config = copy.deepcopy(model.config)
     base.config.num_hidden_layers = stop - first
-    model.__class__ = GPT2Stage if family is GPT2 else LlamaStage
+    if getattr(base.config, "layer_types", None):  # which of them have a sliding window
+        base.config.layer_types = base.config.layer_types[first:stop]
+    model.__class__ = mixed_in(GPT2Stage if family is GPT2 else Stage, type(model))
     model.index, model.is_first, model.is_last = index, index == 0, index == len(stops) - 1
     if not model.is_first and not (model.is_last and tied):
         setattr(base, family.embedding, None)
@@ -327,7 +324,7 @@ def train(run, mesh, costs, batch):
 
 
 def main():
-    parser = harness.make_parser(__doc__, kinds=loading.ALL_FAMILIES)
+    parser = harness.make_parser(__doc__, kinds=loading.LLAMA_AND_GPT2)
     add, names = parser.add_argument, [*BY_HAND, *BY_TORCH]
     add("--schedule", choices=["all", *names], default="all", help="default all of them")
     add("--batch-size", type=harness.positive, default=8, help="sequences in a batch; default 8")

@@ -435,7 +435,7 @@ def one_after_the_other(whole, rows, loss):
 
 
 def main():
-    parser = harness.make_parser(__doc__, kinds=loading.ALL_FAMILIES)
+    parser = harness.make_parser(__doc__, kinds=loading.LLAMA_AND_GPT2)
     add = parser.add_argument
     add("--batch-size", type=harness.positive, default=8, help="sequences in a batch; default 8")
     add(

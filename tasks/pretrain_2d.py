@@ -48,7 +48,7 @@ from utils.errors import UserError
 from utils.gradients import new_gradients, sum_in_place
 from utils.llama import guard_dropout
 from utils.partition import shard_range
-from utils.shards import refuse_if_split
+from utils.shards import refuse_if_split, share_head_norms
 
 # ---------------------------------------------------------------- the technique: the plan
 
@@ -158,6 +158,7 @@ def parallelize_2d(model, mesh, replicate=False):
     tp, head, base = mesh["tp"], model.lm_head, model.model
     tied = head.weight is base.embed_tokens.weight
     apply_plan(model, tp, PLAN | plan_uneven_heads(model, tp.size(), tp.get_local_rank()))
+    share_head_norms(model, tp.get_group())
     if tied:  # each was given a shard of its own
         head.weight = base.embed_tokens.weight
     if mesh["dp"].size() > 1 and not replicate:

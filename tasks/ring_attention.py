@@ -31,14 +31,21 @@ from itertools import accumulate
 import torch
 from torch.autograd.function import once_differentiable
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.llama.modeling_llama import LlamaAttention
 
 import harness
+import loading
 from utils.collectives import group_of_axis
 from utils.kernels import attend, attend_backward, bias_of
 from utils.partition import shard_range
 from utils.point_to_point import exchange
-from utils.sequence import MaskInfo, SequenceParallelLlama, convert_attention, heads_of, seq_len
+from utils.sequence import (
+    MaskInfo,
+    SequenceParallelLlama,
+    check_window,
+    convert_attention,
+    heads_of,
+    seq_len,
+)
 
 # ---------------------------------------------------------------- the technique, simplest form
 
@@ -372,14 +379,20 @@ def ring_attention(query, key, value, group, length=None, zigzag=False, mask=Non
     return RingAttention.apply(query, key, value, ring_of(group, length, zigzag, mask))
 
 
-def attend_in_ring(module, query, key, value, attention_mask, dropout=0.0, **kwargs):
+def attend_in_ring(
+    module, query, key, value, attention_mask, dropout=0.0, scaling=None, sliding_window=None, **_
+):
     """`ring_attention` of a layer, as Hugging Face calls it: the output (B, S/P, N, D) and None.
 
-    attention_mask: of `MaskInfo.to_tensor`. Raises ValueError for dropout.
+    attention_mask: of `MaskInfo.to_tensor`. Raises ValueError for dropout and for a scaling of
+    scores by other than the root of D, UserError as `check_window` does.
     """
     if dropout:
         raise ValueError("attention dropout: not in a ring")
+    if scaling not in (None, query.shape[-1] ** -0.5):
+        raise ValueError(f"scores scaled by {scaling}: not in a ring")
     info = MaskInfo.from_tensor(attention_mask)
+    check_window(sliding_window, info.length)
     mask = None if info.sees_all else attention_mask
     how = module.get_group(), info.length, module.zigzag, mask
     return ring_attention(query, key, value, *how).transpose(1, 2), None
@@ -420,7 +433,8 @@ def comm_bytes_per_layer(model, B, S, group=None, num_kv_heads=None):
     ring, dtype = Ring(group or model.get_group(), S, model.zigzag), model.dtype
     hops = sum(ring.size(chunk) * ring.last_hop[chunk] for chunk in range(len(ring.tokens)))
     num_kv_heads = num_kv_heads or heads_of(model)[1]
-    numbers = 2 * B * hops / ring.P * num_kv_heads * model.config.head_dim
+    head_dim = model.model.layers[0].self_attn.head_dim
+    numbers = 2 * B * hops / ring.P * num_kv_heads * head_dim
     wide = torch.promote_types(dtype, torch.float32)
     return numbers * dtype.itemsize, numbers * (dtype.itemsize + wide.itemsize)
 
@@ -432,8 +446,8 @@ def check_simplest(run, group, batch_size, length):
     outputs.
     """
     config, length = run.source.config, max(length, group.size())  # each rank needs a token
-    with torch.device("meta"):  # weights are not needed: q, k, v are drawn
-        attention = LlamaAttention(config, 0)
+    # Its weights, on the meta device, are not needed: q, k, v are drawn.
+    attention = run.source.empty_model().model.layers[0].self_attn
     shares = [shard_range(length, group.size(), rank) for rank in range(group.size())]
     sizes = [stop - first for first, stop in shares]
     local = slice(*shares[group.rank()])
@@ -477,7 +491,7 @@ def check_simplest(run, group, batch_size, length):
 
 
 def main():
-    parser = harness.add_model_flags(harness.make_parser(__doc__))
+    parser = harness.add_model_flags(harness.make_parser(__doc__, kinds=loading.LLAMAS))
     parser.add_argument(
         "--layout",
         choices=["zigzag", "contiguous"],

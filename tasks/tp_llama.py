@@ -30,6 +30,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 import harness
+import loading
 from utils.collectives import (
     all_gather,
     copy_to_region,
@@ -46,6 +47,7 @@ from utils.shards import (
     keep_shard,
     local_rows,
     refuse_if_split,
+    share_head_norms,
     with_full_logits,
 )
 
@@ -55,6 +57,8 @@ from utils.shards import (
 def tensor_parallelize(model, mesh, vocab_parallel=True, region_ops=None):
     """Make a LlamaForCausalLM tensor-parallel in place, over the ranks of `mesh`, of one axis.
 
+    Or what is built as one: Mistral, Qwen2, Qwen3, SmolLM3 (see `check_ordinary`).
+
                             full        local
     q_proj                  (N D, H)    (N/P D, H)      whole heads
     k_proj, v_proj          (K D, H)    (max(K/P, 1) D, H)  the KV heads of those query heads
@@ -63,6 +67,7 @@ def tensor_parallelize(model, mesh, vocab_parallel=True, region_ops=None):
     down_proj               (H, F)      (H, F/P)
     embed_tokens, lm_head   (V, H)      (V/P, H)        with vocab_parallel; tied or not
     norms                   (H,)        (H,)            replicated; gradients equal by themselves
+    q_norm, k_norm          (D,)        (D,)            Qwen3's: replicated; gradients summed
 
     Shares may be uneven; with more ranks than KV heads each KV head is held by several ranks (see
     `shard_heads`). The model is used as before: logits come out full, gathered from the ranks,
@@ -70,7 +75,7 @@ def tensor_parallelize(model, mesh, vocab_parallel=True, region_ops=None):
     `output.logits` is this rank's (B, S, V/P). Works on a model without memory (device meta) too.
     region_ops: functions of (x, group), in place of f and g.
     Raises UserError for more ranks than query heads or tokens, ValueError for a model that is split
-    already.
+    already, or built otherwise.
     Source: Megatron-LM, arXiv 1909.08053, section 3.
     """
     group, (enter, leave) = group_of_axis(mesh), region_ops or (copy_to_region, reduce_from_region)
@@ -104,6 +109,7 @@ def tensor_parallelize(model, mesh, vocab_parallel=True, region_ops=None):
             if rank != 0:
                 last.bias = None  # it must enter the sum over ranks once: rank 0 adds it
 
+    share_head_norms(model, group)
     if vocab_parallel:
         split_vocabulary(model, group, enter)
     return model
@@ -253,7 +259,7 @@ def vocab_parallel_loss(
 
 
 def main():
-    parser = harness.add_model_flags(harness.make_parser(__doc__))
+    parser = harness.add_model_flags(harness.make_parser(__doc__, kinds=loading.LLAMAS))
     parser.add_argument(
         "--vocab-parallel",
         action=argparse.BooleanOptionalAction,

@@ -243,7 +243,7 @@ def refuse_nan(i, what, values):
 
 
 def main():
-    parser = harness.make_parser(__doc__)
+    parser = harness.make_parser(__doc__, kinds=loading.LLAMAS)
     add = parser.add_argument
     add(
         "--peft",

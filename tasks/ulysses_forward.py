@@ -32,10 +32,18 @@ from torch.autograd.function import once_differentiable
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import harness
+import loading
 from utils.collectives import group_of_axis
 from utils.llama import guard_dropout
 from utils.partition import shard_heads, shard_range
-from utils.sequence import MaskInfo, SequenceParallelLlama, convert_attention, seq_len, share_heads
+from utils.sequence import (
+    MaskInfo,
+    SequenceParallelLlama,
+    check_window,
+    convert_attention,
+    seq_len,
+    share_heads,
+)
 
 # ---------------------------------------------------------------- the technique
 
@@ -91,14 +99,15 @@ def ulysses_attention(query, key, value, group, attend=causal, length=None, head
     return to_tokens(output.transpose(1, 2), group, heads, length).transpose(1, 2)
 
 
-def attend_to_all_tokens(module, query, key, value, attention_mask, **kwargs):
+def attend_to_all_tokens(module, query, key, value, attention_mask, sliding_window=None, **kwargs):
     """`ulysses_attention` of a layer, as Hugging Face calls it: the output (B, S/P, N, D) and None.
 
-    attention_mask: of `MaskInfo.to_tensor`.
+    attention_mask: of `MaskInfo.to_tensor`. Raises UserError as `check_window` does.
     """
     message = "model.model needs attention_mask=model.attention_mask_info(S)"
     assert attention_mask is not None, message
     mask = MaskInfo.from_tensor(attention_mask)
+    check_window(sliding_window, mask.length)
 
     def by_hf(query, key, value, attention_mask=None):
         sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
@@ -206,7 +215,10 @@ def comm_bytes_per_layer(model, B, S, group=None):
 
 
 def main():
-    harness.start(harness.add_model_flags(harness.make_parser(__doc__)).parse_args(), show)
+    harness.start(
+        harness.add_model_flags(harness.make_parser(__doc__, kinds=loading.LLAMAS)).parse_args(),
+        show,
+    )
 
 
 def show(run, args):

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LM
 import launch
 from conftest import make_llama
 from harness.generation import hf_generate, other_settings, recompute
-from loading.architectures import ALL_FAMILIES, count_parameters
+from loading.architectures import LLAMA_AND_GPT2, count_parameters
 from loading.models import IGNORED_SETTINGS, TRANSFORMERS_4, Source, as_transformers_4, quiet
 from loading.presets import LLAMA3_ROPE
 from test_bad_input import change_config, change_tensors, shard, without_prefix
@@ -327,7 +327,7 @@ def test_gpt2_directory(masks, gpt2):
     mask[0, :2] = 0
     with quiet():
         expected = AutoModelForCausalLM.from_pretrained(gpt2).eval()
-    source = Source(str(gpt2), kinds=ALL_FAMILIES)
+    source = Source(str(gpt2), kinds=LLAMA_AND_GPT2)
     assert set(source.dropout.values()) == {0.1} and count_parameters(source.config) == sum(
         parameter.numel() for parameter in expected.parameters()
     )
@@ -349,10 +349,10 @@ def test_gpt2_refused(gpt2):
             Source(name)
     change_config(gpt2, add_cross_attention=True)
     with pytest.raises(UserError, match="add_cross_attention"):
-        Source(str(gpt2), kinds=ALL_FAMILIES)
+        Source(str(gpt2), kinds=LLAMA_AND_GPT2)
     change_config(gpt2, add_cross_attention=False, n_positions=31)
     with pytest.raises(UserError, match=r"wpe.weight has shape \(32, 20\), config.json says"):
-        Source(str(gpt2), kinds=ALL_FAMILIES)
+        Source(str(gpt2), kinds=LLAMA_AND_GPT2)
 
 
 # ---------------------------------------------------------------- tokenizers

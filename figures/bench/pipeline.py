@@ -22,7 +22,7 @@ from figures.bench.records import here_and_now
 from harness.flags import make_parser, positive
 from harness.job import start
 from harness.measure import interleave, measure_costs, ratio
-from pipeline_llama import BY_HAND, BY_TORCH, SEVERAL, LlamaStage, Pipeline, load_stages
+from pipeline_llama import BY_HAND, BY_TORCH, SEVERAL, Pipeline, Stage, load_stages
 from shared_memory.traffic import bytes_sent
 from utils.losses import mean_loss, token_losses
 
@@ -120,7 +120,7 @@ def formula_of(config, pipe, ids, element):
 
 
 # What computes, by the letter that stands for it: F forward, B backward, W that of weights alone.
-BY_HAND_WORK = {(LlamaStage, "forward"): "F", (torch.Tensor, "backward"): "B"}
+BY_HAND_WORK = {(Stage, "forward"): "F", (torch.Tensor, "backward"): "B"}
 BY_TORCH_WORK = {
     (PipelineStage, "forward_one_chunk"): "F", (PipelineStage, "backward_one_chunk"): "B",
     (PipelineStage, "backward_weight_one_chunk"): "W",

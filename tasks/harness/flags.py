@@ -11,7 +11,7 @@ import torch
 
 from harness.environment import env_rank, fail
 from harness.measure import REPEATS_HELP
-from loading.architectures import ONLY_LLAMA
+from loading.architectures import ONLY_LLAMA, one_of
 from loading.presets import GPT2_PRESETS, PRESETS
 from utils.families import GPT2
 
@@ -72,6 +72,10 @@ def gib(text):
     return max(1, int(value * 2**30))
 
 
+NAMES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3",
+         "smollm3": "SmolLM3", "gpt2": "GPT-2"}  # fmt: skip
+
+
 def make_parser(doc, model="tiny", kinds=ONLY_LLAMA):
     """The common flags of every script; `doc` is the script's docstring, `model` what is run.
 
@@ -82,7 +86,7 @@ def make_parser(doc, model="tiny", kinds=ONLY_LLAMA):
     presets, add = list(PRESETS), parser.add_argument
     if GPT2.kind in kinds:
         presets += GPT2_PRESETS
-    of = "a Llama or a GPT-2" if GPT2.kind in kinds else "a Llama"
+    of = f"a {one_of([NAMES[kind] for kind in kinds])}"
     add(
         "--model",
         default=model,

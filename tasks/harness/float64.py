@@ -1,11 +1,17 @@
 """Hugging Face's models have float32 parts whatever their dtype; here they are made float64."""
 
-from functools import cache
-
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call
+
+from utils.llama import mixed_in
+
+
+def library_class(module):
+    """Its class in transformers, of which a technique may have made a subclass."""
+    kinds = type(module).__mro__
+    return next((kind for kind in kinds if kind.__module__.startswith("transformers.")), nn.Module)
 
 
 def compute_in_float64(model):
@@ -16,17 +22,19 @@ def compute_in_float64(model):
     """
     for name, module in list(model.named_modules()):
         parent = model.get_submodule(name.rpartition(".")[0])
-        if type(module).__name__ == "LlamaRMSNorm":
+        kind = library_class(module)
+        if kind.__name__.endswith("RMSNorm") and not isinstance(module, RMSNorm64):
             x = torch.linspace(-1, 1, len(module.weight), dtype=torch.float64)
             weights, x = {"weight": x + 2}, x * torch.tensor([[1.0], [1e-3]])
-            fresh = type(module)(len(module.weight), module.variance_epsilon)  # without its hooks
+            fresh = kind(len(module.weight), module.variance_epsilon)  # without its hooks
             before = functional_call(fresh, weights, x)
             # The same module, which FSDP2 may know.
-            module.__class__ = fresh.__class__ = in_float64(RMSNorm64, type(module))
+            module.__class__ = mixed_in(RMSNorm64, type(module))
+            fresh.__class__ = mixed_in(RMSNorm64, kind)
             same_function(module, functional_call(fresh, weights, x), before)
         elif type(module).__name__ == "GPT2Model":
-            module.__class__ = in_float64(GPT2Model64, type(module))
-        elif type(module).__name__ == "LlamaRotaryEmbedding" and not isinstance(parent, Rotary64):
+            module.__class__ = mixed_in(GPT2Model64, type(module))
+        elif kind.__name__.endswith("RotaryEmbedding") and not isinstance(parent, Rotary64):
             rotary = Rotary64(module)
             if module.inv_freq.device.type != "meta":
                 x = torch.zeros((), device=module.inv_freq.device)
@@ -64,11 +72,6 @@ class GPT2Model64:
             return super().forward(*args, **kwargs)
         finally:
             torch.set_default_dtype(before)
-
-
-@cache
-def in_float64(ours, kind):
-    return type(ours.__name__, (ours, kind), {})
 
 
 class Rotary64(nn.Module):

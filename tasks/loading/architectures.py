@@ -1,20 +1,31 @@
-"""A Llama's and a GPT-2's settings and sizes, and which of the two a script takes."""
+"""Settings and sizes of a Llama, its relatives and a GPT-2, and which of them a script takes."""
+
+import transformers
 
 from utils.errors import UserError
-from utils.families import FAMILIES, GPT2, LLAMA, family_of, layers_of
+from utils.families import FAMILIES, GPT2, LLAMA, RELATIVES, family_of, layers_of
 
-ONLY_LLAMA, ALL_FAMILIES = (LLAMA.kind,), tuple(FAMILIES)
+ONLY_LLAMA, LLAMA_AND_GPT2 = (LLAMA.kind,), (LLAMA.kind, GPT2.kind)
+LLAMAS = (LLAMA.kind, *(family.kind for family in RELATIVES))
 TAKE_GPT2 = "data_parallel.py, pipeline_threads.py and pipeline_llama.py"
+TAKE_LLAMAS = "Tasks 2 to 5, kv_cache.py and ring_attention.py"
 DROPOUTS = "resid_pdrop", "embd_pdrop", "attn_pdrop"  # GPT-2's, in its configuration
+
+
+def one_of(names):
+    """ "a", "a or b", "a, b or c"."""
+    *first, last = names
+    return f"{', '.join(first)} or {last}" if first else last
 
 
 def refuse_family(name, kind, allowed):
     """UserError for a kind of model that a script does not take."""
     if kind not in allowed:
-        others = f" ({TAKE_GPT2} take gpt2, too)" if kind == GPT2.kind else ""
-        raise UserError(
-            f"{name}: a {kind} model; this needs model_type {' or '.join(allowed)}{others}"
-        )
+        others = TAKE_GPT2 if kind == GPT2.kind else TAKE_LLAMAS if kind in LLAMAS else None
+        others = f" ({others} take {kind}, too)" if others else ""
+        raise UserError(f"{name}: a {kind} model; this needs model_type {one_of(allowed)}{others}")
+    if not hasattr(transformers, FAMILIES[kind].config):
+        raise UserError(f"{name}: transformers {transformers.__version__} has no {kind} models")
 
 
 def refuse_length(source, seq_len):
@@ -47,10 +58,14 @@ def count_parameters(config):
             + L * (attention + mlp)
             + ((2 * L + 1) * norm)
         )
-    heads = config.num_attention_heads * config.head_dim
-    kv = config.num_key_value_heads * config.head_dim
-    bias = config.attention_bias * (heads + 2 * kv + H) + config.mlp_bias * (2 * F + H)
-    layer = 2 * H * (heads + kv) + 3 * H * F + 2 * H + bias
+    D = getattr(config, "head_dim", None) or H // config.num_attention_heads
+    heads, kv = config.num_attention_heads * D, config.num_key_value_heads * D
+    bias = getattr(config, "attention_bias", False) * (heads + 2 * kv + H)
+    bias += getattr(config, "mlp_bias", False) * (2 * F + H)
+    if config.model_type == "qwen2":  # always, but not of the output projection
+        bias += heads + 2 * kv
+    norms = 2 * H + 2 * D * (config.model_type == "qwen3")
+    layer = 2 * H * (heads + kv) + 3 * H * F + norms + bias
     return embeddings + L * layer + H
 
 
@@ -78,10 +93,8 @@ def fill_buffers(model, config, device):
     A Llama's are its rotary tables, in float32 whatever the model's dtype. GPT-2 has some in
     transformers 4 alone: each attention's causal mask.
     """
-    if family_of(model) is LLAMA:
-        from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-
-        model.model.rotary_emb = LlamaRotaryEmbedding(config).to(device)
+    if family_of(model) is not GPT2:
+        model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)
         return
     attentions = [getattr(layer, GPT2.attention) for layer in layers_of(model)]
     if attentions and any(True for _ in attentions[0].buffers()):

@@ -22,7 +22,13 @@ from torch.distributed.tensor import DTensor
 from harness.float64 import compute_in_float64
 from harness.measure import is_for_memory
 from loading import smollm2
-from loading.architectures import ONLY_LLAMA, fill_buffers, refuse_family, without_dropout
+from loading.architectures import (
+    LLAMAS,
+    ONLY_LLAMA,
+    fill_buffers,
+    refuse_family,
+    without_dropout,
+)
 from loading.presets import GPT2_PRESETS, PRESETS
 from utils.errors import UserError, one_line
 from utils.families import FAMILIES, GPT2, LLAMA, embedding_of
@@ -116,7 +122,7 @@ class Source:
             raise UserError(f"{name}: config.json: {one_line(error)}") from None
         if self.config.num_hidden_layers < 1:
             raise UserError(f"{name}: config.json: a model without layers")
-        if self.family is LLAMA:
+        if self.family is not GPT2:
             self.check_llama()
         elif self.config.add_cross_attention:
             raise UserError(f"{name}: config.json: add_cross_attention: there is nothing to cross")
@@ -325,6 +331,8 @@ class Source:
 def from_pretrained(parallelize, name_or_folder, dtype=None, device="cpu"):
     """Load a Llama that `parallelize` splits in place, of which each rank reads its own slices.
 
+    Or a Mistral, Qwen2, Qwen3 or SmolLM3.
+
     parallelize: `partial(tensor_parallelize, mesh=mesh)`, say, which is given the model without
     memory; None: the full model, by transformers. name_or_folder: a directory of safetensors, in
     one file or several, or an id on the hub. dtype: by default the configuration's, else that of
@@ -334,7 +342,7 @@ def from_pretrained(parallelize, name_or_folder, dtype=None, device="cpu"):
     name = str(name_or_folder)
     if is_remote(name):
         download(name)
-    source = Source(name)
+    source = Source(name, kinds=LLAMAS)
     if isinstance(dtype, str):
         dtype = None if dtype == "auto" else getattr(torch, dtype)
     return source.load_model(dtype or source.dtype(), device, parallelize)
@@ -470,7 +478,7 @@ def read_settings(directory, kinds=ONLY_LLAMA):
     for name in "rope_parameters", "rope_scaling":
         if not isinstance(settings.get(name) or {}, dict):
             raise UserError(f"{path}: {name} is {settings[name]!r}, not a dict")
-    return as_transformers_4(settings) if TRANSFORMERS_4 and kind == LLAMA.kind else settings
+    return as_transformers_4(settings) if TRANSFORMERS_4 and kind in LLAMAS else settings
 
 
 def as_transformers_4(settings):

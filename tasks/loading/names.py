@@ -4,7 +4,7 @@ ROOMS = {
     # Models: their files, their shapes.
     "models": "materialize",
     "presets": "PRESETS",
-    "architectures": "ALL_FAMILIES restore_dropout",
+    "architectures": "LLAMA_AND_GPT2 LLAMAS restore_dropout",
     # Batches: rows of tokens; samples for data parallelism.
     "documents": "load_rows one_by_one",
     "batches": "Batches batches_of check_partitions gather_batch pad read_samples start_worker",

@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
-from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from memory.head_groups import plan_rounds, project, sliceable
 from memory.packed import attend_parts, attend_parts_backward, parts_of
@@ -40,8 +40,9 @@ from ulysses_forward import AllToAll, by_documents
 from utils.adapters import check_by_token
 from utils.collectives import group_of_axis
 from utils.kernels import attend, attend_backward, for_all
+from utils.llama import window_of
 from utils.partition import shard_range
-from utils.sequence import MaskInfo, documents_of, sum_of_losses
+from utils.sequence import MaskInfo, check_window, documents_of, sum_of_losses
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,10 @@ def sequence_loss(model, embeddings, targets, length, mesh, techniques, places=N
     return total.masked_fill((targets == -100).all(), 0)
 
 
+# Whose forward `Stack` does in parts: projections, norms of heads, RoPE, attention.
+TAKEN_APART = {f"{name}Attention" for name in ("Llama", "Mistral", "Qwen2", "Qwen3", "SmolLM3")}
+
+
 def supported_techniques(model, techniques):
     """The techniques that this model allows, and why they are fewer than asked for, or None.
 
@@ -117,7 +122,7 @@ def supported_techniques(model, techniques):
         attention = layer.self_attn
         if any(isinstance(module, nn.Dropout) and module.p for module in layer.modules()):
             in_one = "a layer has dropout"
-        if type(attention) is not LlamaAttention:
+        if type(attention).__name__ not in TAKEN_APART:
             raise ValueError(f"layers with {type(attention).__name__} cannot be taken apart")
         if not all(map(sliceable, (attention.q_proj, attention.k_proj, attention.v_proj))):
             in_one = "a projection is neither linear nor LoRA"
@@ -169,6 +174,7 @@ class Stack:
         self.model, self.layers, self.group = model.model, model.model.layers, group
         self.embeddings, self.techniques, config = embeddings, techniques, model.config
         length, documents = places.shape[1], documents_of(places).expand(batch_size, -1)
+        check_window(window_of(config), length)
         self.documents = documents if documents.any() else None
         self.B, self.S, self.D = batch_size, length, self.layers[0].self_attn.head_dim
         ranks, self.rank = group.size(), group.rank()
@@ -258,7 +264,10 @@ class Stack:
 
         attention = layer.self_attn
         q, k = heads(attention.q_proj, queries), heads(attention.k_proj, keys)
-        q, k = apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=2)
+        if hasattr(attention, "q_norm"):
+            q, k = attention.q_norm(q), attention.k_norm(k)
+        if getattr(attention, "use_rope", True):  # not in each layer of SmolLM3
+            q, k = apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=2)
         all_three = (q, queries), (k, keys), (heads(attention.v_proj, keys), keys)
         split = [t.split([stop - first for first, stop in ranges], 2) for t, ranges in all_three]
         return [torch.cat(three, 2).transpose(0, 1) for three in zip(*split, strict=True)]

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from utils.collectives import all_gather, all_reduce
+from utils.shards import HeadNorm
 
 
 def whole_of(x, group):
@@ -116,5 +117,5 @@ def split_between_blocks(model, group):
 
     model.model.register_forward_pre_hook(take_inputs, with_kwargs=True)
     for name, norm in model.named_modules():
-        if name.endswith("norm"):
+        if name.endswith("norm") and not isinstance(norm, HeadNorm):
             norm.register_forward_pre_hook(add_up)

@@ -1,4 +1,4 @@
-"""The seam to Hugging Face: where a Llama and a GPT-2 have their parts.
+"""The seam to Hugging Face: where a Llama, its relatives and a GPT-2 have their parts.
 
 GPT-2 is read by the scripts that split layers or samples, not what is inside a layer.
 """
@@ -38,17 +38,28 @@ class Family:
         return f"{self.base}.{self.embedding}.weight"
 
 
-LLAMA = Family(
-    kind="llama", config="LlamaConfig", model="LlamaForCausalLM", layer="LlamaDecoderLayer",
-    base="model", layers="layers", embedding="embed_tokens", positions=None, norm="norm",
-    attention="self_attn",
-)  # fmt: skip
+def built_as_llama(kind, name):
+    """A family of which each part has the name of a Llama's."""
+    return Family(
+        kind=kind, config=f"{name}Config", model=f"{name}ForCausalLM", layer=f"{name}DecoderLayer",
+        base="model", layers="layers", embedding="embed_tokens", positions=None, norm="norm",
+        attention="self_attn",
+    )  # fmt: skip
+
+
+LLAMA = built_as_llama("llama", "Llama")
+RELATIVES = (
+    built_as_llama("mistral", "Mistral"),
+    built_as_llama("qwen2", "Qwen2"),
+    built_as_llama("qwen3", "Qwen3"),
+    built_as_llama("smollm3", "SmolLM3"),
+)
 GPT2 = Family(
     kind="gpt2", config="GPT2Config", model="GPT2LMHeadModel", layer="GPT2Block",
     base="transformer", layers="h", embedding="wte", positions="wpe", norm="ln_f",
     attention="attn",
 )  # fmt: skip
-FAMILIES = {family.kind: family for family in (LLAMA, GPT2)}
+FAMILIES = {family.kind: family for family in (LLAMA, *RELATIVES, GPT2)}
 
 
 def family_of(model):

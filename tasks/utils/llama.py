@@ -1,15 +1,24 @@
-"""The seam to Hugging Face's Llama: hooks around it, what a split one refuses, and its labels.
+"""The seam to Hugging Face's Llama and its relatives: what they are made of, hooks around them,
+what a split one refuses, and its labels.
 
 Shapes as in `utils/__init__.py`.
 """
 
 import sys
 import weakref
+from functools import cache
 
 import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
-from transformers import LlamaForCausalLM
+from transformers import PreTrainedModel
+
+# What techniques know of a model: its parts, by their names. Norms of heads are Qwen3's.
+OF_MODEL = {"embed_tokens", "layers", "norm", "rotary_emb"}
+OF_LAYER = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
+OF_ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
+HEAD_NORMS = {"q_norm", "k_norm"}
+OF_MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 
 
 def getter(group):
@@ -25,17 +34,57 @@ def bind(function, **given):
     return lambda *args, **kwargs: function(*args, **given, **kwargs)
 
 
+@cache
+def mixed_in(ours, kind):
+    """A subclass of two: what `ours` has goes before what `kind`, a class of the library's, has."""
+    return type(ours.__name__, (ours, kind), {"ordinary": kind})
+
+
 def check_ordinary(model):
-    """Reject subclasses of LlamaForCausalLM and models of DTensors, by a ValueError."""
-    if type(model).__name__ != "LlamaForCausalLM":
-        raise ValueError(f"not an ordinary LlamaForCausalLM: {type(model).__name__}")
+    """Reject what is not built as a LlamaForCausalLM, subclasses, and models of DTensors.
+
+    Built so are Mistral, Qwen2, Qwen3 and SmolLM3, too: a model is known by its parts. By a
+    ValueError, which names the part that is not known, or missing.
+    """
+    name = type(model).__name__
+    if not type(model).__module__.startswith("transformers.models."):
+        raise ValueError(f"not an ordinary LlamaForCausalLM: {name}")
+    check_parts(name, model, {"model", "lm_head"})
+    check_parts(f"{name}'s model", model.model, OF_MODEL)
+    for layer in model.model.layers:
+        check_parts(f"a layer of {name}", layer, OF_LAYER)
+        check_parts(f"attention of {name}", layer.self_attn, OF_ATTENTION, HEAD_NORMS)
+        check_parts(f"the MLP of {name}", layer.mlp, OF_MLP)
+        for norm in HEAD_NORMS & dict(layer.self_attn.named_children()).keys():
+            size, D = layer.self_attn.get_submodule(norm).weight.numel(), layer.self_attn.head_dim
+            if size != D:
+                raise ValueError(f"attention of {name}: {norm} is of {size}, not of a head's {D}")
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise ValueError("weights are DTensors, which are not split by tokens here")
+
+
+def check_parts(name, module, parts, more=frozenset()):
+    """ValueError for a module without some of these parts, or with others; `more`: it may have."""
+    found = dict(module.named_children()).keys()
+    unknown = sorted((found - parts - more) | dict(module.named_parameters(recurse=False)).keys())
+    if unknown or parts - found:
+        missing = sorted(parts - found)
+        said = [f"has {', '.join(unknown)}"] * bool(unknown)
+        said += [f"has no {', '.join(missing)}"] * bool(missing)
+        raise ValueError(f"not built as a LlamaForCausalLM: {name} {' and '.join(said)}")
 
 
 def rope_of(config):
     """The rotary settings of a LlamaConfig: {} or {"rope_type": ..., ...}."""
     return getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+
+
+def window_of(config):
+    """Within how many tokens, itself the last one, a token looks in some layers; None: at all."""
+    kinds = getattr(config, "layer_types", None)
+    if getattr(config, "use_sliding_window", True) and (not kinds or "sliding_attention" in kinds):
+        return getattr(config, "sliding_window", None)
+    return None
 
 
 def check_ids(ids, vocab_size):
@@ -112,8 +161,8 @@ def guard(model, check):
 
 
 def llama_of(model):
-    """The LlamaForCausalLM, which may be under PEFT."""
-    return next(module for module in model.modules() if isinstance(module, LlamaForCausalLM))
+    """The LlamaForCausalLM, or its relative, which may be under PEFT."""
+    return next(module for module in model.modules() if isinstance(module, PreTrainedModel))
 
 
 def trained_parameters(model):

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from transformers import LlamaForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from utils.collectives import gather_shares, reduce_from_region
@@ -19,6 +18,7 @@ from utils.llama import (
     check_ordinary,
     getter,
     guard,
+    mixed_in,
     next_tokens,
     refuse_adapters_across_tokens,
     rope_of,
@@ -51,7 +51,7 @@ def convert_attention(model, kind, group, name, attend):
     for layer in model.model.layers:
         layer.self_attn.get_group = getter(group)
     guard(model, refuse_adapters_across_tokens)
-    model.__class__, model.get_group = kind, getter(group)
+    model.__class__, model.get_group = mixed_in(kind, type(model)), getter(group)
     model.parts, model.multiple = group.size(), 1  # see `SequenceParallelLlama.padded`
 
 
@@ -82,6 +82,13 @@ def seq_len(tokens, group, length=None):
     if stop - first != tokens:
         raise ValueError(f"{tokens} tokens on rank {rank}, of {length}: {stop - first}")
     return length
+
+
+def check_window(window, length):
+    """UserError for a sliding window that a sequence is longer than: some tokens see not all."""
+    if window is not None and length > window:
+        raise UserError(f"sliding_window {window}: sequences of {length} tokens are longer, which "
+                        "sequence parallelism does not take")  # fmt: skip
 
 
 def refuse(arguments, *names):
@@ -155,8 +162,11 @@ def sum_of_losses(logits, targets):
     return cross_entropy(logits, targets).sum()
 
 
-class SequenceParallelLlama(LlamaForCausalLM):
-    """Takes full sequences, works on this rank's tokens, and gives what the full model gives."""
+class SequenceParallelLlama:
+    """Takes full sequences, works on this rank's tokens, and gives what the full model gives.
+
+    Mixed into the model's own class, LlamaForCausalLM or a relative's.
+    """
 
     def forward(
         self, input_ids=None, attention_mask=None, position_ids=None, cache=None,
@@ -247,5 +257,5 @@ class SequenceParallelLlama(LlamaForCausalLM):
     def save_pretrained(self, *args, **kwargs):
         """Save the full model, as it was before: each rank has all weights."""
         full = copy.copy(self)
-        full.__class__, (full.config, full.generation_config) = LlamaForCausalLM, settings_of(self)
+        full.__class__, (full.config, full.generation_config) = self.ordinary, settings_of(self)
         return full.save_pretrained(*args, **kwargs)

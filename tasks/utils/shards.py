@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from utils.collectives import copy_to_region
-from utils.llama import check_ids, check_ordinary, guard
+from utils.llama import HEAD_NORMS, check_ids, check_ordinary, getter, guard, mixed_in
 
 
 def keep_shard(layer, dim, start, stop):
@@ -98,6 +98,28 @@ class ReplicatedKVLinear(nn.Linear):
         group = self.get_kv_replica_group()
         bias = None if self.bias is None else copy_to_region(self.bias, group)
         return F.linear(x, copy_to_region(self.weight, group), bias)
+
+
+class HeadNorm:
+    """A norm of each head by itself (Qwen3's), whose weight, (D,), all ranks have.
+
+    A rank has seen its own heads alone. So f is applied to the weight, wherever the norm reads it:
+    its gradient is the sum over the ranks of `get_group()`, those that split the heads.
+    """
+
+    @property
+    def weight(self):
+        return copy_to_region(self._parameters["weight"], self.get_group())
+
+
+def share_head_norms(model, group):
+    """Make a model's norms of heads, if it has some, `HeadNorm`s of the ranks that split heads."""
+    if group.size() == 1:
+        return
+    for layer in model.model.layers:
+        for name, norm in layer.self_attn.named_children():
+            if name in HEAD_NORMS:
+                norm.__class__, norm.get_group = mixed_in(HeadNorm, type(norm)), getter(group)
 
 
 def with_full_logits(gather):
