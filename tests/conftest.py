@@ -165,17 +165,24 @@ def pytest_terminal_summary(terminalreporter, config):
         terminalreporter.line(f"{failed} {line}", red=True)
 
 
-def make_llama(directory, **changes):
-    """Save a random Llama with biases, an untied head, and sizes that divide by next to nothing."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+def make_llama(directory, kind="Llama", **changes):
+    """Save a random Llama with biases, an untied head, and sizes that divide by next to nothing.
+
+    kind: or one of its relatives, as its classes are called. A change to None takes a setting out.
+    """
+    import transformers
 
     settings = dict(
         hidden_size=42, num_hidden_layers=3, num_attention_heads=6, num_key_value_heads=3,
         head_dim=10, intermediate_size=53, vocab_size=211, max_position_embeddings=300,
         tie_word_embeddings=False, attention_bias=True, mlp_bias=True, pad_token_id=150,
     )  # fmt: skip
+    settings |= changes
+    out = [name for name in ("head_dim", "attention_bias", "mlp_bias") if settings[name] is None]
+    settings = {name: value for name, value in settings.items() if name not in out}
+    config, model = (getattr(transformers, kind + of) for of in ("Config", "ForCausalLM"))
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**settings | changes))
+    model = model(config(**settings))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.1 + ("norm" in name))

@@ -83,7 +83,7 @@ DAMAGE = {
     # name: (what happens to a good directory, what the message says)
     "no config": (lambda d: (d / "config.json").unlink(), "no config.json"),
     "config is not JSON": (lambda d: (d / "config.json").write_text("{"), "not valid JSON"),
-    "another kind of model": (lambda d: change_config(d, model_type="mistral"), "a mistral model"),
+    "another kind of model": (lambda d: change_config(d, model_type="gemma"), "a gemma model"),
     "heads do not fit": (lambda d: change_config(d, num_attention_heads=5), "heads"),
     "config is a folder": (
         lambda d: ((d / "config.json").unlink(), (d / "config.json").mkdir()),

@@ -223,12 +223,16 @@ def test_diagrams(record, nproc, pictures, tmp_path):
     ("script", "flags"),
     [
         ("decoding", ["--techniques", "hand-made", "--prompt-len", 16, "--new-tokens", 4]),
-        ("long_speed", ["--seq-len", 128]), ("ulysses_speed", ["--seq-len", 64]),
+        ("long_speed", ["--seq-len", 128]),
+        pytest.param("ulysses_speed", ["--seq-len", 64], marks=pytest.mark.stress),
         ("tolerance", ["--texts", 1]), ("one_step", ["--positions", 256]),
-        ("pipeline", ["--seq-len", 16, "--microbatches", 2]),
+        pytest.param(
+            "pipeline", ["--seq-len", 16, "--microbatches", 2], marks=pytest.mark.stress
+        ),
         ("data_speed", ["--seq-len", 16, "--batch-size", 2]),
         pytest.param("strategies", ["--seq-len", 16, "--only", "ddp"], marks=pytest.mark.stress),
-        ("mesh_speed", ["--seq-len", 16, "--batch-size", 2]), ("ring_speed", ["--seq-len", 64]),
+        ("ring_speed", ["--seq-len", 64]),
+        pytest.param("mesh_speed", ["--seq-len", 16, "--batch-size", 2], marks=pytest.mark.stress),
         pytest.param("sequence_speed", ["--seq-len", 64, "--budget", 12], marks=pytest.mark.stress),
     ],
 )  # fmt: skip
@@ -569,6 +573,7 @@ ENDS = {
 }
 
 
+@pytest.mark.stress
 def test_steps_of_gpu(tmp_path, monkeypatch, capfd):
     """Files of all kinds become table and picture; what failed is run again, and no more.
 

@@ -79,8 +79,10 @@ def run_step(model, techniques, mesh, length=29):
 
 @pytest.mark.parametrize(
     ("backward", "groups", "times"),
-    [("saved-outputs", True, 1), ("selective", False, 1), ("selective", True, 1),
-     ("checkpoint", False, 2), ("plain", False, 1)],
+    [("saved-outputs", True, 1), ("selective", True, 1),
+     pytest.param("selective", False, 1, marks=pytest.mark.stress),
+     pytest.param("checkpoint", False, 2, marks=pytest.mark.stress),
+     pytest.param("plain", False, 1, marks=pytest.mark.stress)],
 )  # fmt: skip
 def test_attention_is_run_once(backward, groups, times, alone):
     """The forward kernel runs once for each layer and group of heads, its backward too."""

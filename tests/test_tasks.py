@@ -248,7 +248,14 @@ def test_whole_vocabulary(tmp_path):
     assert result.code == 0 and result.out.count("Tests passed") == 3, result.tail()
 
 
-@pytest.mark.parametrize("script", launch.SCRIPTS)
+# One of each kind in `make test-all`.
+ALONE_ONCE = {"tp_llama", "kv_cache", "ulysses_finetune", "data_parallel", "pipeline_threads"}
+
+
+@pytest.mark.parametrize(
+    "script",
+    [pytest.param(s, marks=[] if s in ALONE_ONCE else pytest.mark.stress) for s in launch.SCRIPTS],
+)
 def test_without_torchrun(script, tmp_path):
     """Plain python is world size 1, and says so."""
     file, path = launch.TASKS / f"{script}.py", tmp_path / "record.json"
