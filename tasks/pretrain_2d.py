@@ -46,9 +46,9 @@ from dtensor_llama import COLUMNS, HEADS, Local, VocabularyRows, apply_plan, spl
 from utils.collectives import all_reduce
 from utils.errors import UserError
 from utils.gradients import new_gradients, sum_in_place
-from utils.llama import guard_dropout
+from utils.llama import HEAD_NORMS, guard_dropout
 from utils.partition import shard_range
-from utils.shards import refuse_if_split, share_head_norms
+from utils.shards import refuse_if_split
 
 # ---------------------------------------------------------------- the technique: the plan
 
@@ -151,14 +151,16 @@ def parallelize_2d(model, mesh, replicate=False):
 
     By the plan over tp, and by FSDP2 over dp: unless that is 1, or `replicate`. Works on a model
     without memory (device meta), too. Its logits are DTensors, split by words. Raises UserError for
-    more ranks along tp than query heads or words, ValueError for a model that is split already.
+    more ranks along tp than query heads or words, ValueError for a model that is split already and
+    for one with norms of heads.
     """
     refuse_if_split(model)
+    if HEAD_NORMS & dict(model.model.layers[0].self_attn.named_children()).keys():
+        raise ValueError("norms of heads: not in this plan, whose parameters are all DTensors")
     guard_dropout(model, mesh["tp"].size())
     tp, head, base = mesh["tp"], model.lm_head, model.model
     tied = head.weight is base.embed_tokens.weight
     apply_plan(model, tp, PLAN | plan_uneven_heads(model, tp.size(), tp.get_local_rank()))
-    share_head_norms(model, tp.get_group())
     if tied:  # each was given a shard of its own
         head.weight = base.embed_tokens.weight
     if mesh["dp"].size() > 1 and not replicate:

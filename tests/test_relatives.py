@@ -69,6 +69,19 @@ def test_other_dtypes(kind, script, dtype, folder_of, tmp_path):
     assert result.code == 0, result.tail()
 
 
+@pytest.mark.stress
+@pytest.mark.parametrize("nproc", [2, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_clipped_and_saved(kind, nproc, folder_of, tmp_path):
+    """By each technique, and on a mesh of two axes: norm, clipping, full state, folder."""
+    names = ["TP", "DTensor", "Ulysses", "ring", "FSDP2", *["TP x DP"] * (nproc == 4)]
+    (tmp_path / "models").mkdir()
+    args = [launch.TASKS, folder_of(kind), tmp_path / "models", "float64", "full", *names]
+    path = launch.HELPERS / "full_model.py"
+    result = launch.ranks(path, *args, nproc=nproc, folder=tmp_path / "models")
+    assert result.code == 0, result.tail()
+
+
 BUGS = {
     "a head's norm has its own rank's gradient": (
         "tp_llama", "utils/shards.py", 'copy_to_region(self._parameters["weight"], '
