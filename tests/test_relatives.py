@@ -74,9 +74,11 @@ def test_other_dtypes(kind, script, dtype, folder_of, tmp_path):
 @pytest.mark.parametrize("kind", KINDS)
 def test_clipped_and_saved(kind, nproc, folder_of, tmp_path):
     """By each technique, and on a mesh of two axes: norm, clipping, full state, folder."""
+    # SmolLM3's layers without RoPE have keys' biases whose gradient is 0: rounding is all of it.
+    folder = folder_of(kind, **{"attention_bias": None} if kind == "smollm3" else {})
     names = ["TP", "DTensor", "Ulysses", "ring", "FSDP2", *["TP x DP"] * (nproc == 4)]
     (tmp_path / "models").mkdir()
-    args = [launch.TASKS, folder_of(kind), tmp_path / "models", "float64", "full", *names]
+    args = [launch.TASKS, folder, tmp_path / "models", "float64", "full", *names]
     path = launch.HELPERS / "full_model.py"
     result = launch.ranks(path, *args, nproc=nproc, folder=tmp_path / "models")
     assert result.code == 0, result.tail()
