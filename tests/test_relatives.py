@@ -8,6 +8,8 @@ import transformers
 
 import launch
 from conftest import make_llama
+from loading.architectures import LLAMAS, count_parameters
+from loading.models import Source
 from planting import plant
 from utils.llama import check_ordinary
 
@@ -130,6 +132,13 @@ def test_window_longer_than_the_sequence(script, folder_of, tmp_path):
     """It hides nothing."""
     folder = folder_of("mistral", sliding_window=300)
     assert start(script, folder, 2, "float64", tmp_path).code == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_parameters_are_counted(kind, folder_of):
+    source = Source(str(folder_of(kind)), kinds=LLAMAS)
+    exact = sum(parameter.numel() for parameter in source.empty_model().parameters())
+    assert count_parameters(source.config) == exact
 
 
 @pytest.mark.parametrize(

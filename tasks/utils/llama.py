@@ -80,7 +80,7 @@ def rope_of(config):
 
 
 def window_of(config):
-    """Within how many tokens, itself the last one, a token looks in some layers; None: at all."""
+    """How many tokens, up to itself, a token looks at where layers have a window; None: at all."""
     kinds = getattr(config, "layer_types", None)
     if getattr(config, "use_sliding_window", True) and (not kinds or "sliding_attention" in kinds):
         return getattr(config, "sliding_window", None)
