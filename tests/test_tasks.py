@@ -517,7 +517,8 @@ if __name__ == "__main__":
 
 
 HEAD = "import torch\npath, ids = {model!r}, torch.arange(9)[None]\n"
-SHOWN_CODE = [code for code in CODE if "save_pretrained" not in code]  # that: test_full_model.py
+# (The others: test_full_model.py, test_trainer.py.)
+SHOWN_CODE = [code for code in CODE if "save_pretrained" not in code and "Trainer" not in code]
 LIFTED_SHOWN = [
     HEAD + code.replace('"parallel-llama/tasks"', "{tasks!r}") + "print('lifted')\n"
     for code in SHOWN_CODE

@@ -1,0 +1,96 @@
+"""Hugging Face's Trainer over a Task 4 model, as `figures/tasks.md` has it, beside one process."""
+
+import json
+import math
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import launch
+from test_readme import CODE
+
+(SHOWN,) = [code for code in CODE if "Trainer" in code]
+TINY = launch.TASKS / "tiny_llama"
+ROWS = """
+import json
+import torch
+
+path = {tiny!r}
+torch.manual_seed(0)
+ids = torch.randint(64, (16, 23))
+rows = [{{"input_ids": row, "labels": row}} for row in ids]
+"""
+WRITES = """
+from pathlib import Path
+
+entries = [entry for entry in trainer.state.log_history if "loss" in entry]
+values = {key: [entry[key] for entry in entries] for key in ("loss", "grad_norm")}
+total = sum(parameter.detach().double().sum().item() for parameter in model.parameters())
+values["sum of weights"] = total
+Path(f"{arguments.output_dir}_{dist.get_rank()}.json").write_text(json.dumps(values))
+"""
+# What the single process leaves out of the page's program: all that splits the model.
+ALONE = [
+    ("sequence_parallelize(model, mesh)", ""),
+    ("sum_gradients(self.model.parameters(), mesh)", "pass"),
+]
+SUMS = ("sum_gradients(self.model.parameters(), mesh)", "pass")
+
+
+def train(folder, nproc, *changes):
+    """Run the page's program. Of each rank losses and norms of all steps, and a sum of weights."""
+    folder.mkdir(exist_ok=True)
+    code = SHOWN.replace('"parallel-llama/tasks"', repr(str(launch.TASKS)))
+    code = code.replace('"trained"', repr(str(folder / "trained")))
+    for right, wrong in changes:
+        assert code.count(right) == 1, right
+        code = code.replace(right, wrong)
+    (folder / "train.py").write_text(ROWS.format(tiny=str(TINY)) + code + WRITES)
+    result = launch.ranks(folder / "train.py", nproc=nproc, folder=folder)
+    assert result.code == 0, result.tail()
+    return [json.loads((folder / f"trained_{rank}.json").read_text()) for rank in range(nproc)]
+
+
+def weights(path):
+    """By plain transformers, as one vector."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("nproc", [2, 3])
+@pytest.mark.parametrize("bf16", [False, True])
+def test_as_shown(bf16, nproc, tmp_path):
+    """Losses, norms and weights of all ranks are one process's; so they are when it goes on."""
+    dtype = [('report_to="none"', 'report_to="none", bf16=True')] * bf16
+    (alone,) = train(tmp_path / "alone", 1, *ALONE, *dtype)
+    together = train(tmp_path / "together", nproc, *dtype)
+    # bfloat16: one rounding of another order of sums.
+    close = {"rel": 2**-8 if bf16 else 1e-5}
+    assert len(alone["loss"]) == 4 and alone["grad_norm"][0] > 1  # it clips
+    for history in together:
+        assert history == together[0]  # the same bits on all ranks
+    for key in "loss", "grad_norm":
+        assert together[0][key] == pytest.approx(alone[key], **close), key
+    last = "trained/checkpoint-4"
+    expected, before = weights(tmp_path / "alone" / last), weights(TINY)
+    off = (weights(tmp_path / "together" / last) - expected).norm() / (expected - before).norm()
+    # Adam divides by the gradient's size: where that is next to nothing, rounding decides.
+    assert off < (0.3 if bf16 else 1e-2), off
+    again = train(
+        tmp_path / "together", nproc, *dtype,
+        ("resume_from_checkpoint=False",
+         "resume_from_checkpoint=f\"{arguments.output_dir}/checkpoint-2\""),
+    )  # fmt: skip
+    for history in again:
+        assert history["loss"][-2:] == together[0]["loss"][-2:]
+
+
+@pytest.mark.stress
+def test_without_the_sum(tmp_path):
+    """It can fail: where gradients are not summed, norms are others, and ranks part."""
+    (alone,) = train(tmp_path / "alone", 1, *ALONE)
+    histories = train(tmp_path / "together", 2, SUMS)
+    assert not math.isclose(histories[0]["grad_norm"][0], alone["grad_norm"][0], rel_tol=1e-2)
+    assert histories[0]["grad_norm"] != histories[1]["grad_norm"]
