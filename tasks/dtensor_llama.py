@@ -41,7 +41,7 @@ import loading
 from utils.collectives import group_of_axis, reduce_from_region, subgroup
 from utils.errors import UserError
 from utils.gradients import local_part
-from utils.llama import getter, guard_dropout, next_tokens
+from utils.llama import getter, guard_dropout, next_tokens, share_batches
 from utils.partition import shard_heads
 from utils.shards import (
     ReplicatedKVLinear,
@@ -147,6 +147,7 @@ def dtensor_parallelize(model, mesh, plan=PLAN):
     refuse_if_split(model)
     ranks, config = mesh.size(), model.config
     guard_dropout(model, ranks)
+    share_batches(model, mesh.get_group())
     if config.num_key_value_heads % ranks:
         plan = plan | plan_whole_heads(model, mesh)
     embedding, head = model.model.embed_tokens, model.lm_head

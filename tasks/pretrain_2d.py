@@ -46,7 +46,7 @@ from dtensor_llama import COLUMNS, HEADS, Local, VocabularyRows, apply_plan, spl
 from utils.collectives import all_reduce
 from utils.errors import UserError
 from utils.gradients import new_gradients, sum_in_place
-from utils.llama import HEAD_NORMS, guard_dropout
+from utils.llama import HEAD_NORMS, guard_dropout, share_batches
 from utils.partition import shard_range
 from utils.shards import refuse_if_split
 
@@ -158,6 +158,7 @@ def parallelize_2d(model, mesh, replicate=False):
     if HEAD_NORMS & dict(model.model.layers[0].self_attn.named_children()).keys():
         raise ValueError("norms of heads: not in this plan, whose parameters are all DTensors")
     guard_dropout(model, mesh["tp"].size())
+    share_batches(model, mesh["tp"].get_group())
     tp, head, base = mesh["tp"], model.lm_head, model.model
     tied = head.weight is base.embed_tokens.weight
     apply_plan(model, tp, PLAN | plan_uneven_heads(model, tp.size(), tp.get_local_rank()))

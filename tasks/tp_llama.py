@@ -40,7 +40,7 @@ from utils.collectives import (
     subgroup,
 )
 from utils.errors import UserError
-from utils.llama import bind, getter, guard_dropout, next_tokens
+from utils.llama import bind, getter, guard_dropout, next_tokens, share_batches
 from utils.partition import shard_heads, shard_range
 from utils.shards import (
     ReplicatedKVLinear,
@@ -82,6 +82,7 @@ def tensor_parallelize(model, mesh, vocab_parallel=True, region_ops=None):
     refuse_if_split(model)
     rank, ranks = group.rank(), group.size()
     guard_dropout(model, ranks)
+    share_batches(model, group)
     D = model.model.layers[0].self_attn.head_dim
     num_heads, num_kv_heads = model.config.num_attention_heads, model.config.num_key_value_heads
     queries, keys, kv_replicas = shard_heads(num_heads, num_kv_heads, ranks, rank)

@@ -94,3 +94,55 @@ def test_without_the_sum(tmp_path):
     histories = train(tmp_path / "together", 2, SUMS)
     assert not math.isclose(histories[0]["grad_norm"][0], alone["grad_norm"][0], rel_tol=1e-2)
     assert histories[0]["grad_norm"] != histories[1]["grad_norm"]
+
+
+DDP = """
+import sys
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+from transformers import LlamaForCausalLM
+
+sys.path.insert(0, {tasks!r})
+from dtensor_llama import dtensor_parallelize
+from ring_attention import ring_parallelize
+from tp_llama import tensor_parallelize
+from ulysses_forward import sequence_parallelize
+
+dist.init_process_group("gloo")
+mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+group = mesh["dp"].get_group()
+for split in tensor_parallelize, dtensor_parallelize, sequence_parallelize, ring_parallelize:
+    model = split(LlamaForCausalLM.from_pretrained({tiny!r}), mesh["tp"])
+    for wrong in {{}}, {{"process_group": mesh["tp"].get_group()}}, {{"device_mesh": mesh["tp"]}}:
+        try:
+            DistributedDataParallel(model, **wrong)
+        except ValueError as error:
+            assert "which share each batch" in str(error), error
+        else:
+            raise AssertionError((split, wrong))
+    if split is not dtensor_parallelize:  # of DTensors DDP takes none
+        DistributedDataParallel(model, process_group=group)
+dist.destroy_process_group()
+print("refused")
+"""
+
+
+def test_ddp_over_ranks_that_share_a_batch(tmp_path):
+    """By each technique, over all ranks or those of its axis; over the other axis it is right."""
+    program = tmp_path / "ddp.py"
+    program.write_text(DDP.format(tasks=str(launch.TASKS), tiny=str(TINY)))
+    result = launch.ranks(program, nproc=4, folder=tmp_path)
+    assert result.code == 0 and result.out.count("refused") == 4, result.tail()
+
+
+@pytest.mark.stress
+def test_trainer_that_sees_torchrun(tmp_path):
+    """It would make DDP of the ranks that share each batch."""
+    code = SHOWN.replace('"parallel-llama/tasks"', repr(str(launch.TASKS)))
+    code = code.replace("del os.environ[name]", "pass")
+    (tmp_path / "train.py").write_text(ROWS.format(tiny=str(TINY)) + code)
+    result = launch.ranks(tmp_path / "train.py", nproc=2, folder=tmp_path)
+    assert result.code == 1 and "which share each batch" in result.err + result.out, result.tail()

@@ -4,13 +4,16 @@ what a split one refuses, and its labels.
 Shapes as in `utils/__init__.py`.
 """
 
+import inspect
 import sys
 import weakref
-from functools import cache
+from functools import cache, wraps
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 # What techniques know of a model: its parts, by their names. Norms of heads are Qwen3's.
@@ -134,6 +137,43 @@ def refuse_dropout(model):
         raise ValueError(
             f"attention_dropout {rate} in training: ranks would drop the same for different heads"
         )
+
+
+def share_batches(model, group):
+    """Remember that the ranks of `group` share each batch; DDP over several of them is refused.
+
+    For it would take the mean of what are parts of one gradient, or of different slices'. That is
+    also what Trainer and accelerate would do, by themselves, under torchrun.
+    """
+    model.sharing = [*getattr(model, "sharing", []), getter(group)]
+    refuse_ddp()
+
+
+def refuse_ddp():
+    """From now on DistributedDataParallel raises ValueError over ranks that share each batch."""
+    original = DistributedDataParallel.__init__
+    if hasattr(original, "refuses_sharing"):
+        return
+
+    @wraps(original)
+    def __init__(self, module, *args, **kwargs):
+        given = inspect.signature(original).bind(self, module, *args, **kwargs).arguments
+        mesh = given.get("device_mesh")
+        ranks = dist.get_process_group_ranks(
+            mesh.get_group() if mesh else given.get("process_group")
+        )
+        for part in module.modules():
+            for get_group in getattr(part, "sharing", ()):
+                both = sorted({*ranks} & {*dist.get_process_group_ranks(get_group())})
+                if len(both) > 1:
+                    raise ValueError(
+                        f"DDP over ranks {both}, which share each batch and the model's work: give "
+                        "it the process group of the axis of replicas, if there is one"
+                    )
+        original(self, module, *args, **kwargs)
+
+    __init__.refuses_sharing = True
+    DistributedDataParallel.__init__ = __init__
 
 
 class Guard:

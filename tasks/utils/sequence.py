@@ -22,6 +22,7 @@ from utils.llama import (
     next_tokens,
     refuse_adapters_across_tokens,
     rope_of,
+    share_batches,
 )
 from utils.losses import cross_entropy
 from utils.partition import shard_heads, shard_range
@@ -51,6 +52,7 @@ def convert_attention(model, kind, group, name, attend):
     for layer in model.model.layers:
         layer.self_attn.get_group = getter(group)
     guard(model, refuse_adapters_across_tokens)
+    share_batches(model, group)
     model.__class__, model.get_group = mixed_in(kind, type(model)), getter(group)
     model.parts, model.multiple = group.size(), 1  # see `SequenceParallelLlama.padded`
 
