@@ -189,7 +189,7 @@ BUGS = {
     ),
     "other tokens than the length says pass": (
         "functions", 2, "sequence.py", "if stop - first != tokens:", "if False:",
-        "not refused: tokens on rank|split_with_sizes|inLengthPerRank",
+        "not refused: tokens on rank|split_with_sizes",
     ),
     "ranks have other heads than they attend with": (
         "functions", 2, "ulysses_forward.py",

@@ -30,12 +30,9 @@ total = sum(parameter.detach().double().sum().item() for parameter in model.para
 values["sum of weights"] = total
 Path(f"{arguments.output_dir}_{dist.get_rank()}.json").write_text(json.dumps(values))
 """
+NO_SUM = ("sum_gradients(self.model.parameters(), mesh)", "pass")
 # What the single process leaves out of the page's program: all that splits the model.
-ALONE = [
-    ("sequence_parallelize(model, mesh)", ""),
-    ("sum_gradients(self.model.parameters(), mesh)", "pass"),
-]
-SUMS = ("sum_gradients(self.model.parameters(), mesh)", "pass")
+ALONE = [("sequence_parallelize(model, mesh)", ""), NO_SUM]
 
 
 def train(folder, nproc, *changes):
@@ -91,7 +88,7 @@ def test_as_shown(bf16, nproc, tmp_path):
 def test_without_the_sum(tmp_path):
     """It can fail: where gradients are not summed, norms are others, and ranks part."""
     (alone,) = train(tmp_path / "alone", 1, *ALONE)
-    histories = train(tmp_path / "together", 2, SUMS)
+    histories = train(tmp_path / "together", 2, NO_SUM)
     assert not math.isclose(histories[0]["grad_norm"][0], alone["grad_norm"][0], rel_tol=1e-2)
     assert histories[0]["grad_norm"] != histories[1]["grad_norm"]
 
