@@ -189,7 +189,7 @@ class DataParallelModel:
             self.model = run.load_model(partial(shard_fully, mesh=mesh)).to(run.device)
             run.print0(str(self.model))
         else:
-            self.model = run.load_model()
+            self.model = run.compile(run.load_model())
         self.called = self.model
         if strategy in ("ddp", "zero1"):
             once = {"gradient_as_bucket_view": True}  # else it has all gradients twice
@@ -338,6 +338,7 @@ def main():
         "default then; default none",
     )
     add("--estimate", action="store_true", help="say what memory it wants, and stop; default no")
+    harness.add_compile_flag(parser)
     args = parser.parse_args()
     # With --spawn MASTER_PORT alone says where the processes meet.
     world_size = 1 if args.spawn and "RANK" not in os.environ else harness.read_environment()

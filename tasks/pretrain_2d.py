@@ -342,6 +342,7 @@ def main():
     add("--output-dir", type=Path, help="for checkpoints, and model/ at the end; default none")
     add("--save-every", type=harness.positive, default=100, help="steps; default 100")
     add("--resume", action="store_true", help="go on there, by the same flags; default no")
+    harness.add_compile_flag(parser)
     harness.start(parser.parse_args(), show)
 
 

@@ -367,6 +367,7 @@ class RingAttention(torch.autograd.Function):
         return *ring_backward(ctx.ring, grad, *ctx.saved_tensors, ctx.rest), None
 
 
+@torch.compiler.disable  # messages between two ranks are no part of a graph
 def ring_attention(query, key, value, group, length=None, zigzag=False, mask=None):
     """Causal attention of this rank's tokens to all: (B, N, S/P, D), of key, value (B, K, S/P, D).
 

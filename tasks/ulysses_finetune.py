@@ -320,11 +320,14 @@ def main():
         action="store_true",
         help="go on from the newest checkpoint in --output-dir; default no",
     )
+    harness.add_compile_flag(parser)
     args = parser.parse_args()
     args.lr = args.lr or LR[args.peft]
     args.num_sequences = args.num_sequences or args.batch_size
     if args.selective_checkpoint and args.gradient_checkpointing:
         parser.error("--selective-checkpoint and --gradient-checkpointing exclude each other")
+    if args.compile and args.long_sequence and not args.gradient_checkpointing:
+        parser.error("--compile takes whole layers: with --no-long-sequence, say")
     if args.resume and args.output_dir is None:
         parser.error("--resume needs --output-dir")
     harness.start(args, finetune)

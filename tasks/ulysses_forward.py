@@ -123,6 +123,7 @@ def attend_to_all_tokens(module, query, key, value, attention_mask, sliding_wind
     return output.transpose(1, 2), None
 
 
+@torch.compiler.disable  # the sizes of documents are known at run time
 def by_documents(attend, query, key, value, documents):
     """Causal attention inside each document, a call for each; documents: (B, S)."""
     outputs = []

@@ -121,6 +121,13 @@ def make_parser(doc, model="tiny", kinds=ONLY_LLAMA):
         action="store_true",
         help="on a GPU, too, the same bits each time, as a CPU gives anyway; slower; default no",
     )
+    add(
+        "--precise",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="sum half-precision numbers of more than two ranks in float32, and round once; "
+        "--no-precise: as gloo or NCCL adds them; default yes",
+    )
     add("--seed", type=seed, default=1337, help="of random weights and inputs; default 1337")
     add("--verbose", action="store_true", help="below each check all that it measured; default no")
     add("--json", metavar="FILE", type=Path, help="write checks and results there; default none")
@@ -129,6 +136,17 @@ def make_parser(doc, model="tiny", kinds=ONLY_LLAMA):
         type=positive,
         default=600,
         help="seconds after which a rank that waits for another gives up; default 600",
+    )
+    return parser
+
+
+def add_compile_flag(parser):
+    """Add that of a script whose layers may be compiled, which `Run.compile` heeds; the parser."""
+    parser.add_argument(
+        "--compile",
+        action="store_true",
+        help="each layer by torch.compile, of the parallel model alone in checks, of both where "
+        "time and memory are measured; default no",
     )
     return parser
 
@@ -156,4 +174,4 @@ def add_model_flags(parser):
     add("--prompt", default="A quick brown fox", help="text to continue; default '%(default)s'")
     add("--new-tokens", type=positive, default=10, help="tokens to continue it by; default 10")
     add("--repeats", type=natural, help=REPEATS_HELP)
-    return parser
+    return add_compile_flag(parser)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from harness.checks import Comparison
+from harness.compiling import compile_layers, time_first_forward
 from harness.environment import (
     agree,
     check_writable,
@@ -34,6 +35,7 @@ from harness.watchdog import SPARE_S, Watch
 from loading.architectures import mlp_units
 from loading.models import Source, download, is_remote
 from shared_memory.group import NAME, USABLE
+from utils import collectives
 from utils.collectives import all_gather, subgroup
 from utils.errors import UserError
 
@@ -147,11 +149,13 @@ class Run(Comparison):
     def __init__(self, args, device, watch):
         self.model, self.num_layers, self.json = args.model, args.num_layers, args.json
         self.kinds, self.verbose = args.kinds, args.verbose
+        self.compiles = getattr(args, "compile", False)
         self.device, self.dtype, self.seed = device, DTYPES[args.dtype], args.seed
         self.watch = watch
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.checks, self.compared, self.results = [], {}, {}
         self.mark = "T"
+        collectives.PRECISE = args.precise
         torch.manual_seed(args.seed)
 
     def mesh(self, axis):
@@ -299,8 +303,25 @@ class Run(Comparison):
         return self.together(self.source.tokenizer)
 
     def load_model(self, parallelize=None):
-        """The model on this rank, whole or what parallelize(model) leaves: `Source.load_model`."""
-        return self.source.load_model(self.dtype, self.device, parallelize)
+        """The model on this rank, whole or what parallelize(model) leaves: `Source.load_model`.
+
+        What was parallelized is compiled, if the run is to.
+        """
+        model = self.source.load_model(self.dtype, self.device, parallelize)
+        return self.compile(model) if parallelize else model
+
+    def compile(self, model):
+        """With --compile, have each layer compiled when it is first run. Returns the model."""
+
+        def tell(seconds):
+            self.results["compile_s"] = seconds
+            self.print0(f"note: layers are compiled: the first forward took {seconds:.1f} s")
+
+        if self.compiles:
+            compile_layers(model, self.device)
+            if "compile_s" not in self.results:
+                time_first_forward(model, tell)
+        return model
 
     def load_reference(self):
         """The unmodified model on rank 0; None elsewhere."""

@@ -216,6 +216,8 @@ def status(name):
 def measure_time(run, reference, parallel, ids, repeats=None, reduce=None):
     """Print forward and backward seconds of both, the single rank given as many threads."""
     single, ranks, own_threads = "one rank", f"{run.world_size} rank(s)", torch.get_num_threads()
+    if reference:
+        run.compile(reference)
     all_threads = threads_alone(run)
     contenders = {
         single: partial(training_step, reference, ids, all_threads),
@@ -240,7 +242,8 @@ def measure_time(run, reference, parallel, ids, repeats=None, reduce=None):
         run.results |= {f"single_{key}_s": alone, f"parallel_{key}_s": together}
     run.print0(
         f"({len(alone)} steps of {list(ids.shape)} tokens each, in turns, slowest rank; "
-        f"{own_threads} thread(s) a rank, {all_threads} for one rank alone)"
+        f"{own_threads} thread(s) a rank, {all_threads} for one rank alone"
+        f"{'; layers compiled, of both' if run.compiles else ''})"
     )
     say_if_short(run, alone)
 
@@ -293,6 +296,8 @@ def measure_memory(run, parallelize, ids, reduce=None):
 
     def load_and_step(parallelize=None):
         model = run.load_model(parallelize)
+        if not parallelize:
+            run.compile(model)
         model(ids, labels=ids).loss.backward()
         if parallelize and reduce:
             reduce(model.parameters())

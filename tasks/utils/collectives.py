@@ -19,6 +19,9 @@ except ImportError:  # its name before PyTorch 2.13
     from torch.distributed import all_gather_into_tensor as all_gather_single
 
 SHARED_MEMORY = "shared_memory"  # the name of the backend in the package of this name
+# Whether half-precision sums over more than two ranks are exact but for one rounding: see
+# `all_reduce_`. Set it to False, on all ranks, to have the library's own.
+PRECISE = True
 FEW_BYTES = 2**16  # by gloo: up to here a sum in one step is quicker than one in two
 
 
@@ -50,8 +53,9 @@ def all_reduce(tensor, group):
     By gloo few bytes cost the number of their messages: its all-reduce scatters the sum and gathers
     it, one after the other; an all-gather and a sum on each rank are half of the steps.
     """
-    few = tensor.device.type == "cpu" and tensor.nbytes <= FEW_BYTES
-    if few and dist.get_backend(group) == "gloo":
+    by_gloo = tensor.device.type == "cpu" and dist.get_backend(group) == "gloo"
+    # (Within torch.compile, where a size may be a name, `nbytes` is an error.)
+    if by_gloo and tensor.numel() * tensor.element_size() <= FEW_BYTES:
         return all_gather(tensor, group).sum(0)
     total = tensor.clone(memory_format=torch.contiguous_format)
     all_reduce_(total, group)
@@ -61,13 +65,14 @@ def all_reduce(tensor, group):
 def all_reduce_(tensor, group):
     """Sum over the ranks of `group`, in place. tensor: contiguous.
 
-    A library's all-reduce adds half-precision parts one by one, and rounds each time. (Not so that
-    of `shared_memory/group.py`.) Here each rank is sent all parts of its slice, adds them in
-    float32, and rounds once. A scatter and a gather are what an all-reduce is made of: it costs no
-    byte more.
+    A library's all-reduce adds half-precision parts one by one, and rounds each time: gloo's and
+    NCCL's. (Not so that of `shared_memory/group.py`.) Here each rank is sent all parts of its
+    slice, adds them in float32, and rounds once. A scatter and a gather are what an all-reduce is
+    made of: it costs no byte more, but some time, see figures/speed.md. Unless `PRECISE` is False.
     """
     P = group.size()
-    if P <= 2 or tensor.dtype.itemsize > 2 or dist.get_backend(group) == SHARED_MEMORY:
+    exact = tensor.dtype.itemsize > 2 or dist.get_backend(group) == SHARED_MEMORY
+    if exact or P <= 2 or not PRECISE:
         dist.all_reduce(tensor, group=group)
         return
     flat = tensor.view(-1)

@@ -1,0 +1,82 @@
+"""--compile: layers by torch.compile, held against the same reference as without it."""
+
+import shutil
+
+import pytest
+
+import launch
+from planting import plant
+
+pytestmark = pytest.mark.skipif(
+    not shutil.which("g++"), reason="no C++ compiler, which torch.compile wants on a CPU"
+)
+STRESS = pytest.mark.stress
+SHORT = ["--repeats", 0]
+SCRIPTS = {
+    "tp_llama": SHORT, "dtensor_llama": SHORT, "ulysses_forward": SHORT, "ring_attention": SHORT,
+    "tp_ulysses": SHORT, "data_parallel": ["--epochs", 1], "pretrain_2d": [],
+    "ulysses_finetune": ["--no-long-sequence"],
+}  # fmt: skip
+
+
+def compiled(script, nproc, dtype, folder, *flags, tasks=launch.TASKS):
+    words = ["--compile", "--dtype", dtype, *flags]
+    return launch.ranks(tasks / f"{script}.py", *words, nproc=nproc, folder=folder, timeout=600)
+
+
+# The quickest here; by gloo a size that is a name alone comes to a sum of few bytes.
+@pytest.mark.parametrize(
+    ("nproc", "dtype", "flags"),
+    [
+        (2, "bfloat16", [*SHORT, "--new-tokens", 1]),
+        *(pytest.param(n, "float32", [*SHORT, "--gloo"], marks=STRESS) for n in (1, 2, 3)),
+    ],
+)
+def test_task_2(nproc, dtype, flags, tmp_path):
+    check(compiled("tp_llama", nproc, dtype, tmp_path, *flags), nproc)
+
+
+@STRESS
+@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize(
+    ("nproc", "dtype"), [(1, "float32"), (2, "bfloat16"), (3, "float64"), (4, "float32")]
+)
+def test_all(script, nproc, dtype, tmp_path):
+    check(compiled(script, nproc, dtype, tmp_path, *SCRIPTS[script]), nproc)
+
+
+def check(result, nproc):
+    assert result.code == 0, result.tail()
+    assert result.out.count("Tests passed") == nproc
+    assert result.out.count("note: layers are compiled: the first forward took") == 1
+    assert "recompile_limit" not in result.err, "part of it was not compiled"
+
+
+@STRESS
+@pytest.mark.parametrize(
+    ("script", "edit", "said"),
+    [
+        ("tp_llama", ("collectives.py", "return all_reduce(grad, ctx.group), None",
+                      "return grad, None"), "FAILED logits: input embeddings grad"),
+        ("ulysses_forward", ("ulysses_forward.py",
+                             "dist.all_to_all_single(dx, grad.contiguous(), ctx.sent, ctx.received,"
+                             " group=ctx.group)", "dx.copy_(grad.flatten()[: len(dx)])"), "FAILED"),
+    ],
+)  # fmt: skip
+def test_planted_bug(script, edit, said, tmp_path):
+    """What is wrong without a compiler is wrong with it."""
+    plant(tmp_path / "tasks", *edit)
+    flags = SCRIPTS[script]
+    result = compiled(script, 2, "float32", tmp_path, *flags, tasks=tmp_path / "tasks")
+    assert result.code == 1 and said in result.out, result.tail()
+
+
+def test_refused(tmp_path):
+    """A machine without a C++ compiler; layers that are taken apart."""
+    file, words = launch.TASKS / "tp_llama.py", ["--compile", *SHORT]
+    result = launch.ranks(file, *words, nproc=2, folder=tmp_path, env={"CXX": "no-such-compiler"})
+    assert result.code == 2 and result.err.count("error: ") == 1, result.tail()
+    assert "needs a C++ compiler; there is no no-such-compiler" in result.err
+    file = launch.TASKS / "ulysses_finetune.py"
+    result = launch.ranks(file, "--compile", nproc=2, folder=tmp_path)
+    assert result.code == 2 and "with --no-long-sequence, say" in result.err, result.tail()
