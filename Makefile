@@ -86,6 +86,10 @@ bench: .venv/ready
 	  --num-layers 2 --json figures/records/sequence_speed.json
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node 4 -m figures.bench.sequence_speed \
 	  --num-layers 2 --repeats 1 --seq-len 2048 8192 --json figures/records/sequence_speed_4.json
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node 2 -m figures.bench.compiled \
+	  --json figures/records/compiled.json
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node 4 -m figures.bench.precise_sums \
+	  --dtype bfloat16 --gloo --json figures/records/precise_sums.json
 
 # ESTIMATE="--seq-len 8192 --device-memory 24": its flags. tiny fits anywhere.
 estimate: .venv/ready

@@ -151,15 +151,17 @@ def find_needed(module, names):
 
 
 def in_order(modules):
-    """Modules, each behind those that it imports."""
-    done = []
+    """Modules, each behind those that it imports; of two that import each other, one is first."""
+    done, begun = [], set()
 
     def visit(name):
+        if name in begun:
+            return
+        begun.add(name)
         for other, _ in load(name).imports.values():
-            if other in modules and other not in done and other != name:
+            if other in modules:
                 visit(other)
-        if name not in done:
-            done.append(name)
+        done.append(name)
 
     for name in sorted(modules):
         visit(name)

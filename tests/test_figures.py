@@ -234,6 +234,8 @@ def test_diagrams(record, nproc, pictures, tmp_path):
         ("ring_speed", ["--seq-len", 64]),
         pytest.param("mesh_speed", ["--seq-len", 16, "--batch-size", 2], marks=pytest.mark.stress),
         pytest.param("sequence_speed", ["--seq-len", 64, "--budget", 12], marks=pytest.mark.stress),
+        pytest.param("compiled", ["--seq-len", 64], marks=pytest.mark.stress),
+        ("precise_sums", ["--kib", 8, "--dtype", "bfloat16", "--gloo"]),
     ],
 )  # fmt: skip
 def test_measured_on_ranks(script, flags, tmp_path):

@@ -11,7 +11,7 @@ from conftest import make_llama
 from loading.architectures import LLAMAS, count_parameters
 from loading.models import Source
 from planting import plant
-from utils.llama import check_ordinary
+from utils.refusals import check_ordinary
 
 SCRIPTS = {
     "tp_llama": ["--repeats", 0], "dtensor_llama": ["--repeats", 0],

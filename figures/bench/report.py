@@ -373,6 +373,37 @@ def longest_splits(data):
     return [*rows, "", on(data | results, f"{what}, {data['world_size']} ranks")]
 
 
+def compiled(data):
+    """Steps with compiled layers, beside those without."""
+    results = data["results"]
+    rows = head("step", "seconds", "compiled", "of the time without",
+                "peak beside the weights, MiB", "compiled", "the first step, s")  # fmt: skip
+    for name, of in results["ways"].items():
+        laps = of["step_s"]
+        medians = [f"{statistics.median(each):.2f}" for each in laps]
+        sizes = [f"{size / 2**20:.0f}" for size in of["peak"]]
+        row = [name, *medians, ratio(laps[1], laps[0]), *sizes, f"{of['first_s']:.0f}"]
+        rows.append(f"| {' | '.join(row)} |")
+    what = f"`{data['model']}`, {results['layers']} layers, {data['dtype']}"
+    size = " x ".join(map(str, results["size"]))
+    return [*rows, "", on(data | results, f"{what}, {size} tokens, {data['world_size']} ranks")]
+
+
+def precise_sums(data):
+    """A sum that is rounded once, beside the library's own."""
+    results = data["results"]
+    rows = head("KiB", "error, rounded once", "the library's", "bytes sent", "the library's",
+                "ms", "the library's", "of its time")  # fmt: skip
+    for kib, of in results["sizes"].items():
+        laps = [of["sum_s"][name] for name in ("precise", "library")]
+        row = [f"{int(kib):,}", *(f"{of['error'][name]:.2e}" for name in of["error"])]
+        row += [f"{of['bytes'][name]:,.0f}" for name in of["bytes"]]
+        row += [f"{1e3 * statistics.median(each):.2f}" for each in laps]
+        rows.append(f"| {' | '.join([*row, ratio(*laps)])} |")
+    what = f"{data['dtype']}, {data['world_size']} ranks by {data['backend']}"
+    return [*rows, "", on(data | results, what)]
+
+
 def strategies(data, article=None):
     """Each strategy of data parallelism alone. article: see `strategies.rows`."""
     lines = rows(data, article)
@@ -391,6 +422,8 @@ TABLES = {  # name in its page: (made by, of)
     "longest": (longest, "longest.json"),
     "long_speed": (long_speed, "long_speed.json"),
     "memory": (memory, "estimate.json"),
+    "compiled": (compiled, "compiled.json"),
+    "precise_sums": (precise_sums, "precise_sums.json"),
     "strategies": (strategies, "strategies.json"),
     "strategies_gpu": (partial(strategies, article=ARTICLE_GB), "gpu/strategies.json"),
     "sequence": (sequence, "sequence_speed.json"),

@@ -39,7 +39,7 @@ from ring_attention import Ring, RingAttention, RingLlama, ring_backward, ring_f
 from ulysses_forward import AllToAll, by_documents
 from utils.adapters import check_by_token
 from utils.collectives import group_of_axis
-from utils.kernels import attend, attend_backward, for_all
+from utils.kernels import ATTENTION_OPS, attend, attend_backward, for_all
 from utils.llama import window_of
 from utils.partition import shard_range
 from utils.sequence import MaskInfo, check_window, documents_of, sum_of_losses
@@ -145,14 +145,6 @@ def supported_techniques(model, techniques):
 
 
 # ---------------------------------------------------------------- the layers
-
-# What a selective checkpoint keeps: the outputs of attention's kernels, on the CPU and on CUDA.
-# (Lists that are made for CUDA miss the first, and attention is run twice.)
-KEPT = [
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-]
 
 
 class Stack:
@@ -310,7 +302,7 @@ class Stack:
         """All layers, under autograd: hidden states before the final norm."""
         contexts = noop_context_fn
         if self.techniques.backward == "selective":
-            contexts = partial(create_selective_checkpoint_contexts, KEPT)
+            contexts = partial(create_selective_checkpoint_contexts, ATTENTION_OPS)
         for layer in self.layers:
             run = partial(self.run_layer, layer)
             if self.techniques.backward != "plain":

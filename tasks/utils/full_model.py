@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
+from transformers.utils.hub import convert_file_size_to_int
 
 from utils.collectives import all_gather
 from utils.gradients import local_part
@@ -224,13 +225,14 @@ DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torc
 INDEX = "model.safetensors.index.json"
 
 
-def save_pretrained(model, folder, max_shard_size=5 * 10**9, group=None):
+def save_pretrained(model, folder, max_shard_size="5GB", group=None):
     """Write the folder that transformers' `save_pretrained` writes of the full model; rank 0 does.
 
-    Weights (safetensors; beyond `max_shard_size` bytes several files and an index), configuration
-    and generation settings. A tensor is gathered, written and forgotten before the next, so that no
-    rank needs room for the model. Files get their names when all are complete: what was there
-    before is still there if one cannot be written. Then all ranks raise OSError.
+    Weights (safetensors; beyond `max_shard_size`, bytes or a word such as "5GB", several files and
+    an index), configuration and generation settings. A tensor is gathered, written and forgotten
+    before the next, so that no rank needs room for the model. Files get their names when all are
+    complete: what was there before is still there if one cannot be written. Then all ranks raise
+    OSError.
 
     Of a PEFT model the adapter is written, by PEFT. Raises ValueError as `describe` does.
     """
@@ -245,7 +247,7 @@ def save_pretrained(model, folder, max_shard_size=5 * 10**9, group=None):
             raise ValueError("an adapter on a split model: only whole weights can have one")
         error = attempt(lambda: model.save_pretrained(folder)) if rank == 0 else None
         return raise_together(error, folder, group)
-    files, error = into_files(found, max_shard_size), None
+    files, error = into_files(found, convert_file_size_to_int(max_shard_size)), None
     tensors = full_tensors(model, found, group)
     if rank == 0:
         error = attempt(lambda: write_all(model, folder, files, found, tensors))

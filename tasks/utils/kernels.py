@@ -10,6 +10,14 @@ import torch
 import torch.nn.functional as F
 
 aten = torch.ops.aten
+# What a selective checkpoint keeps: the outputs of attention's kernels, on the CPU and on CUDA.
+# (Lists that are made for CUDA miss the first, and attention is run twice.)
+ATTENTION_OPS = [
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+]
 EFFICIENT_ROWS = 32  # the efficient kernel's log-sum-exps are padded to a multiple of it
 
 

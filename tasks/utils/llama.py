@@ -4,24 +4,16 @@ what a split one refuses, and its labels.
 Shapes as in `utils/__init__.py`.
 """
 
-import inspect
 import sys
 import weakref
-from functools import cache, wraps
+from functools import cache
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
-# What techniques know of a model: its parts, by their names. Norms of heads are Qwen3's.
-OF_MODEL = {"embed_tokens", "layers", "norm", "rotary_emb"}
-OF_LAYER = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
-OF_ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
-HEAD_NORMS = {"q_norm", "k_norm"}
-OF_MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+HEAD_NORMS = {"q_norm", "k_norm"}  # Qwen3's norms of each head
 
 
 def getter(group):
@@ -41,40 +33,6 @@ def bind(function, **given):
 def mixed_in(ours, kind):
     """A subclass of two: what `ours` has goes before what `kind`, a class of the library's, has."""
     return type(ours.__name__, (ours, kind), {"ordinary": kind})
-
-
-def check_ordinary(model):
-    """Reject what is not built as a LlamaForCausalLM, subclasses, and models of DTensors.
-
-    Built so are Mistral, Qwen2, Qwen3 and SmolLM3, too: a model is known by its parts. By a
-    ValueError, which names the part that is not known, or missing.
-    """
-    name = type(model).__name__
-    if not type(model).__module__.startswith("transformers.models."):
-        raise ValueError(f"not an ordinary LlamaForCausalLM: {name}")
-    check_parts(name, model, {"model", "lm_head"})
-    check_parts(f"{name}'s model", model.model, OF_MODEL)
-    for layer in model.model.layers:
-        check_parts(f"a layer of {name}", layer, OF_LAYER)
-        check_parts(f"attention of {name}", layer.self_attn, OF_ATTENTION, HEAD_NORMS)
-        check_parts(f"the MLP of {name}", layer.mlp, OF_MLP)
-        for norm in HEAD_NORMS & dict(layer.self_attn.named_children()).keys():
-            size, D = layer.self_attn.get_submodule(norm).weight.numel(), layer.self_attn.head_dim
-            if size != D:
-                raise ValueError(f"attention of {name}: {norm} is of {size}, not of a head's {D}")
-    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-        raise ValueError("weights are DTensors, which are not split by tokens here")
-
-
-def check_parts(name, module, parts, more=frozenset()):
-    """ValueError for a module without some of these parts, or with others; `more`: it may have."""
-    found = dict(module.named_children()).keys()
-    unknown = sorted((found - parts - more) | dict(module.named_parameters(recurse=False)).keys())
-    if unknown or parts - found:
-        missing = sorted(parts - found)
-        said = [f"has {', '.join(unknown)}"] * bool(unknown)
-        said += [f"has no {', '.join(missing)}"] * bool(missing)
-        raise ValueError(f"not built as a LlamaForCausalLM: {name} {' and '.join(said)}")
 
 
 def rope_of(config):
@@ -146,34 +104,9 @@ def share_batches(model, group):
     also what Trainer and accelerate would do, by themselves, under torchrun.
     """
     model.sharing = [*getattr(model, "sharing", []), getter(group)]
-    refuse_ddp()
+    from utils.refusals import check_first, refuse_shared_batches
 
-
-def refuse_ddp():
-    """From now on DistributedDataParallel raises ValueError over ranks that share each batch."""
-    original = DistributedDataParallel.__init__
-    if hasattr(original, "refuses_sharing"):
-        return
-
-    @wraps(original)
-    def __init__(self, module, *args, **kwargs):
-        given = inspect.signature(original).bind(self, module, *args, **kwargs).arguments
-        mesh = given.get("device_mesh")
-        ranks = dist.get_process_group_ranks(
-            mesh.get_group() if mesh else given.get("process_group")
-        )
-        for part in module.modules():
-            for get_group in getattr(part, "sharing", ()):
-                both = sorted({*ranks} & {*dist.get_process_group_ranks(get_group())})
-                if len(both) > 1:
-                    raise ValueError(
-                        f"DDP over ranks {both}, which share each batch and the model's work: give "
-                        "it the process group of the axis of replicas, if there is one"
-                    )
-        original(self, module, *args, **kwargs)
-
-    __init__.refuses_sharing = True
-    DistributedDataParallel.__init__ = __init__
+    check_first(DistributedDataParallel, "__init__", refuse_shared_batches)
 
 
 class Guard:

@@ -15,7 +15,6 @@ from utils.collectives import gather_shares, reduce_from_region
 from utils.errors import UserError
 from utils.llama import (
     check_ids,
-    check_ordinary,
     getter,
     guard,
     mixed_in,
@@ -37,6 +36,8 @@ def convert_attention(model, kind, group, name, attend):
     does, and UserError for RoPE that depends on the length of the sequence. Adapters that are not
     right raise ValueError at the first forward, see `check_by_token`.
     """
+    from utils.refusals import check_ordinary
+
     check_ordinary(model)
     config = model.config
     if (of_rope := rope_of(config).get("rope_type")) in ("dynamic", "longrope"):

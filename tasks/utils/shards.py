@@ -7,7 +7,6 @@ Shapes as in `utils/__init__.py`.
 import inspect
 import sys
 import weakref
-from functools import wraps
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +14,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from utils.collectives import copy_to_region
-from utils.llama import HEAD_NORMS, check_ids, check_ordinary, getter, guard, mixed_in
+from utils.llama import (
+    HEAD_NORMS,
+    check_ids,
+    getter,
+    guard,
+    mixed_in,
+)
 
 
 def keep_shard(layer, dim, start, stop):
@@ -141,14 +146,20 @@ def refuse_if_split(model):
     """Refuse a model that is split; and let this one, to be split, refuse what slices cannot do.
 
     That is to be saved or resized, to be clipped by PyTorch's own norm (`full_model.py` has what
-    takes their place), and to have PEFT's adapters: present ones are refused now, later ones at the
-    next forward. Raises ValueError as `check_unsplit` and `refuse_adapters_on_slices` do.
+    takes their place), to be scaled by a GradScaler, and to have PEFT's adapters: present ones are
+    refused now, later ones at the next forward. Raises ValueError as `check_unsplit` and
+    `refuse_adapters_on_slices` do.
     """
+    from utils.refusals import check_first, refuse_to_clip_slices, refuse_to_scale_slices
+
     check_unsplit(model)
     refuse_adapters_on_slices(model)
     guard(model, refuse_adapters_on_slices)
-    model.register_state_dict_pre_hook(refuse_state_dict)
-    refuse_to_clip_slices()
+    for module in model.modules():
+        module.register_state_dict_pre_hook(refuse_state_dict)
+    for owner in nn.utils, nn.utils.clip_grad:
+        check_first(owner, "clip_grad_norm_", refuse_to_clip_slices)
+    check_first(torch.amp.GradScaler, "unscale_", refuse_to_scale_slices)
 
     def save_pretrained(*_, **__):
         raise ValueError(
@@ -167,6 +178,8 @@ def check_unsplit(model):
     """Reject split models and subclasses, whose own forward would be lost, by a ValueError."""
     if "save_pretrained" in vars(model):
         raise ValueError("this model is tensor-parallel already")
+    from utils.refusals import check_ordinary
+
     check_ordinary(model)
 
 
@@ -185,29 +198,6 @@ def refuse_state_dict(model, prefix, keep_vars):
             "state_dict: each rank has slices only; utils.full_model.full_state_dict(model) "
             "gathers the full tensors, and named_parameters() has the slices"
         )
-
-
-def refuse_to_clip_slices():
-    """From now on PyTorch's `clip_grad_norm_` raises ValueError for slices.
-
-    Each rank would clip by the norm of its own ones, and ranks would part.
-    """
-    original = nn.utils.clip_grad_norm_
-    if hasattr(original, "refuses_slices"):
-        return
-
-    @wraps(original)
-    def clip_grad_norm_(parameters, *args, **kwargs):
-        parameters = [parameters] if torch.is_tensor(parameters) else list(parameters)
-        if any(map(is_slice, parameters)):
-            raise ValueError(
-                "clip_grad_norm_: each rank has slices only; utils.full_model.clip_grad_norm_("
-                "model, max_norm) clips by the full model's norm"
-            )
-        return original(parameters, *args, **kwargs)
-
-    clip_grad_norm_.refuses_slices = True
-    nn.utils.clip_grad_norm_ = nn.utils.clip_grad.clip_grad_norm_ = clip_grad_norm_
 
 
 def local_rows(ids, weight, first, vocab_size, padding):

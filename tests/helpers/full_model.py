@@ -21,6 +21,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor.parallel import loss_parallel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import AutoModelForCausalLM
 
 sys.path.insert(0, sys.argv[1])
@@ -39,6 +41,7 @@ from tp_ulysses import parallelize_tp_sp
 from ulysses_forward import causal, sequence_parallelize, ulysses_attention
 from utils.full_model import clip_grad_norm_, full_state_dict, grad_norm, save_pretrained
 from utils.gradients import local_part
+from utils.kernels import ATTENTION_OPS
 from utils.partition import shard_range
 from utils.replicas import sum_gradients
 from utils.shards import shard_of
@@ -49,6 +52,8 @@ def refused(function, message):
         function()
     except (ValueError, OSError) as error:
         assert message in str(error), (message, error)
+    except Exception as error:  # by a library, further on, and in its own words
+        raise AssertionError(f"not refused: {message}, but: {error!r}") from error
     else:
         raise AssertionError(f"not refused: {message}")
 
@@ -179,14 +184,14 @@ def full(name, split, step_of, ids, folder):
     assert not state or before.keys() - state.keys() == tied, name
 
     # Several files, and then one, which must not leave the others beside it.
-    for size in 2 * max(p.nbytes for p in whole.parameters()), 10**9:
+    for size in 2 * max(p.nbytes for p in whole.parameters()), "1GB":
         save_pretrained(model, folder, size)
         dist.barrier()
         again = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPE).state_dict()
         assert again.keys() == before.keys(), name
         assert all(again[key].equal(before[key]) for key in before), name
         files = sorted(path.name for path in folder.glob("*.safetensors*"))
-        assert len(files) > 2 if size < 10**9 else files == ["model.safetensors"], (name, files)
+        assert len(files) > 2 if size != "1GB" else files == ["model.safetensors"], (name, files)
         dist.barrier()
     if RANK == 0:
         whole.save_pretrained(folder / "by_transformers")
@@ -201,20 +206,49 @@ def gradients(model):
     return {name: local_part(p.grad, p) for name, p in model.named_parameters()}
 
 
+class Calls(TorchDispatchMode):
+    """Counts what is called inside it: attention's kernels, and collectives."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = self.collectives = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.attention += function in ATTENTION_OPS
+        self.collectives += function.namespace == "c10d"
+        return function(*args, **(kwargs or {}))
+
+
+# In a layer's recomputation, which stops where nothing is left to keep: Task 2's g behind
+# attention, but not the one behind the MLP; Task 4's two all-to-alls.
+COLLECTIVES_AGAIN = {"TP": 1, "TP, layers alone": 1, "Ulysses": 2, "DP": 0}
+
+
 def recompute(name, split, step_of, ids, folder):
-    """Hugging Face's own checkpoints of layers: the gradients are as without, to the last bit."""
+    """Hugging Face's own checkpoints of layers: the gradients are as without, to the last bit.
+
+    With a selective one attention's kernel is run once, as without.
+    """
     model = ordinary()
     model = split(model) or model
     step_of(model, ids)
     expected = {key: grad.clone() for key, grad in gradients(model).items()}
-    model.zero_grad()
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    calls = []
-    model.model.layers[0].input_layernorm.register_forward_pre_hook(lambda *_: calls.append(1))
-    step_of(model, ids)
-    assert len(calls) >= 2, name
-    for key, grad in gradients(model).items():
-        assert grad.equal(expected[key]), f"{name}: {key}, recomputed"
+    layers, counted = len(model.model.layers), {}
+    keep = partial(create_selective_checkpoint_contexts, ATTENTION_OPS)
+    for kind, how in (("no", None), ("all", {}), ("selective", {"context_fn": keep})):
+        model.zero_grad()
+        if how is not None:
+            model.gradient_checkpointing_enable({"use_reentrant": False, **how})
+        with Calls() as counted[kind]:
+            step_of(model, ids)
+        for key, grad in gradients(model).items():
+            assert grad.equal(expected[key]), f"{name}: {key}, {kind} recomputed"
+    runs = {kind: calls.attention for kind, calls in counted.items()}
+    assert layers <= runs["no"] == runs["selective"] < runs["all"], f"{name}: attention {runs}"
+    for kind in "all", "selective":
+        again = counted[kind].collectives - counted["no"].collectives
+        wanted = COLLECTIVES_AGAIN.get(name, again // layers)
+        assert again == layers * wanted, f"{name}: {again} collectives again, {kind}"
 
 
 def compiled(name, split, step_of, ids, folder):
@@ -372,6 +406,13 @@ def wrong_use(folder):
     assert math.isnan(grad_norm(model).item())
     clip = partial(torch.nn.utils.clip_grad_norm_, model.parameters(), 1.0)
     refused(clip, "utils.full_model.clip_grad_norm_")
+    for part in model.model, model.lm_head:
+        refused(part.state_dict, "full_state_dict")
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    refused(partial(scaler.step, optimizer), "GradScaler")
+    torch.amp.GradScaler("cpu", enabled=False).step(optimizer)
     nothing = folder / "nothing"
     if RANK == 0:
         nothing.write_text("a file, not a folder")

@@ -1,0 +1,116 @@
+"""What is refused when a model is split, and from then on. It is loaded then, not before.
+
+Shapes as in `utils/__init__.py`.
+"""
+
+import inspect
+from collections.abc import Iterator
+from functools import wraps
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from utils.llama import HEAD_NORMS
+from utils.shards import is_slice
+
+# What techniques know of a model: its parts, by their names.
+OF_MODEL = {"embed_tokens", "layers", "norm", "rotary_emb"}
+OF_LAYER = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
+OF_ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
+OF_MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+
+
+def check_ordinary(model):
+    """Reject what is not built as a LlamaForCausalLM, subclasses, and models of DTensors.
+
+    Built so are Mistral, Qwen2, Qwen3 and SmolLM3, too: a model is known by its parts. By a
+    ValueError, which names the part that is not known, or missing.
+    """
+    name = type(model).__name__
+    if not type(model).__module__.startswith("transformers.models."):
+        raise ValueError(f"not an ordinary LlamaForCausalLM: {name}")
+    check_parts(name, model, {"model", "lm_head"})
+    check_parts(f"{name}'s model", model.model, OF_MODEL)
+    for layer in model.model.layers:
+        check_parts(f"a layer of {name}", layer, OF_LAYER)
+        check_parts(f"attention of {name}", layer.self_attn, OF_ATTENTION, HEAD_NORMS)
+        check_parts(f"the MLP of {name}", layer.mlp, OF_MLP)
+        for norm in HEAD_NORMS & dict(layer.self_attn.named_children()).keys():
+            size, D = layer.self_attn.get_submodule(norm).weight.numel(), layer.self_attn.head_dim
+            if size != D:
+                raise ValueError(f"attention of {name}: {norm} is of {size}, not of a head's {D}")
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        raise ValueError("weights are DTensors, which are not split by tokens here")
+
+
+def check_parts(name, module, parts, more=frozenset()):
+    """ValueError for a module without some of these parts, or with others; `more`: it may have."""
+    found = dict(module.named_children()).keys()
+    unknown = sorted((found - parts - more) | dict(module.named_parameters(recurse=False)).keys())
+    if unknown or parts - found:
+        missing = sorted(parts - found)
+        said = [f"has {', '.join(unknown)}"] * bool(unknown)
+        said += [f"has no {', '.join(missing)}"] * bool(missing)
+        raise ValueError(f"not built as a LlamaForCausalLM: {name} {' and '.join(said)}")
+
+
+def check_first(owner, name, check):
+    """From now on `owner`'s function begins with check(its arguments by name), which may raise."""
+    original = getattr(owner, name)
+    if getattr(original, "check", None) is check:
+        return
+    signature = inspect.signature(original)
+
+    @wraps(original)
+    def checked(*args, **kwargs):
+        given = signature.bind(*args, **kwargs)
+        for key, value in given.arguments.items():
+            if isinstance(value, Iterator):  # which the check would use up
+                given.arguments[key] = list(value)
+        check(given.arguments)
+        return original(*given.args, **given.kwargs)
+
+    checked.check = check
+    setattr(owner, name, checked)
+
+
+def refuse_shared_batches(given):
+    """Of what DistributedDataParallel is given: ValueError over ranks that share each batch."""
+    mesh = given.get("device_mesh")
+    group = mesh.get_group() if mesh else given.get("process_group")
+    ranks = {*dist.get_process_group_ranks(group)}
+    for part in given["module"].modules():
+        for get_group in getattr(part, "sharing", ()):
+            both = sorted(ranks & {*dist.get_process_group_ranks(get_group())})
+            if len(both) > 1:
+                raise ValueError(
+                    f"DDP over ranks {both}, which share each batch and the model's work: give "
+                    "it the process group of the axis of replicas, if there is one"
+                )
+
+
+def refuse_to_clip_slices(given):
+    """Of what PyTorch's `clip_grad_norm_` is given: ValueError for slices.
+
+    Each rank would clip by the norm of its own ones, and ranks would part.
+    """
+    parameters = given["parameters"]
+    if any(map(is_slice, [parameters] if torch.is_tensor(parameters) else parameters)):
+        raise ValueError(
+            "clip_grad_norm_: each rank has slices only; utils.full_model.clip_grad_norm_("
+            "model, max_norm) clips by the full model's norm"
+        )
+
+
+def refuse_to_scale_slices(given):
+    """Of what PyTorch's `GradScaler.unscale_` is given: ValueError for slices.
+
+    A rank whose own ones overflow would leave out the step, and ranks would part.
+    """
+    groups = given["optimizer"].param_groups
+    if given["self"].is_enabled() and any(is_slice(p) for of in groups for p in of["params"]):
+        raise ValueError(
+            "GradScaler: each rank has slices only, and would decide by them whether to skip a "
+            "step; bfloat16 needs no scaler"
+        )
