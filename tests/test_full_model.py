@@ -161,8 +161,17 @@ BUGS = {
         "not refused: full_state_dict",
     ),
     "PyTorch clips slices": (
-        "wrong_use", 2, "shards.py", "if any(map(is_slice, parameters)):", "if False:",
-        "not refused: utils.full_model.clip",
+        "wrong_use", 2, "refusals.py",
+        "if any(map(is_slice, [parameters] if torch.is_tensor(parameters) else parameters)):",
+        "if False:", "not refused: utils.full_model.clip",
+    ),
+    "a scaler skips steps by slices": (
+        "wrong_use", 2, "refusals.py", 'if given["self"].is_enabled() and', "if False and",
+        "not refused: GradScaler",
+    ),
+    "a part's state dict is slices": (
+        "wrong_use", 2, "shards.py", "for module in model.modules():", "for module in [model]:",
+        "not refused: full_state_dict",
     ),
     "half a model is saved": (
         "wrong_use", 2, "full_model.py", "!= prod(one.shape):", "> prod(one.shape):",
@@ -219,7 +228,7 @@ BUGS = {
         "pass", "a stage's folder",
     ),
     "heads drop alike": (
-        "wrong_use", 2, "llama.py", "if model.training and rate:", "if False:",
+        "wrong_use", 2, "refusals.py", "if model.training and rate:", "if False:",
         "not refused: drop the same",
     ),
 }  # fmt: skip

@@ -15,22 +15,22 @@ TECHNIQUES = {
     "tensor_parallelize_mlp": ("tp_mlp", LINES),
     "tensor_parallelize_attention": ("tp_attention", LINES),
     "tensor_parallelize": ("tp_llama", LINES),
-    "dtensor_parallelize": ("dtensor_llama", 1150),
-    "sequence_parallelize": ("ulysses_forward", 1100),
-    "shard_loss": ("ulysses_finetune", 1650),  # with Task 4's
+    "dtensor_parallelize": ("dtensor_llama", 1050),
+    "sequence_parallelize": ("ulysses_forward", LINES),
+    "shard_loss": ("ulysses_finetune", 1600),  # with Task 4's
     "generate": ("kv_cache", LINES),
-    "ring_parallelize": ("ring_attention", 1600),  # twice: simplest form, and whole
-    "parallelize_tp_sp": ("tp_ulysses", 1850),  # Tasks 2 and 4
-    "Pipeline": ("pipeline_llama", 1250),
+    "ring_parallelize": ("ring_attention", 1550),  # twice: simplest form, and whole
+    "parallelize_tp_sp": ("tp_ulysses", 1750),  # Tasks 2 and 4
+    "Pipeline": ("pipeline_llama", 1150),
     "Pipe": ("pipeline_threads", LINES),
     "average_gradients": ("data_parallel", 1100),  # with the course's samples, and an epoch
     "partition_dataset": ("data_parallel", 1100),
-    "split_loss_alone": ("tp_training", 1350),  # Task 2's
-    "parallelize_2d": ("pretrain_2d", 1550),  # Task 3's
-    "sequence_loss": ("memory.long_sequence", 2700),  # Task 4's, the ring's, and its own 800
+    "split_loss_alone": ("tp_training", 1300),  # Task 2's
+    "parallelize_2d": ("pretrain_2d", 1450),  # Task 3's
+    "sequence_loss": ("memory.long_sequence", 2650),  # Task 4's, the ring's, and its own 800
     "SavedOutputs": ("memory.saved_outputs", 1800),
     "sum_gradients": ("utils.replicas", LINES),
-    "save_pretrained": ("utils.full_model", 1150),
+    "save_pretrained": ("utils.full_model", 1100),
     "attend": ("utils.kernels", LINES),
 }
 # One process has the libraries, for what they load and set is not the project's. Each technique is

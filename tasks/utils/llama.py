@@ -85,16 +85,9 @@ def guard_dropout(model, ranks):
     With one seed, which they need, they would drop the same for different heads.
     """
     if ranks > 1:
+        from utils.refusals import refuse_dropout
+
         guard(model, refuse_dropout)
-
-
-def refuse_dropout(model):
-    attention = getattr(model, "model", model).layers[0].self_attn.modules()  # PEFT may wrap it
-    rate = next((m.attention_dropout for m in attention if hasattr(m, "attention_dropout")), 0)
-    if model.training and rate:
-        raise ValueError(
-            f"attention_dropout {rate} in training: ranks would drop the same for different heads"
-        )
 
 
 def share_batches(model, group):

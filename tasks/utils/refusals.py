@@ -55,6 +55,16 @@ def check_parts(name, module, parts, more=frozenset()):
         raise ValueError(f"not built as a LlamaForCausalLM: {name} {' and '.join(said)}")
 
 
+def refuse_dropout(model):
+    """ValueError in training with dropout of attention, see `guard_dropout`."""
+    attention = getattr(model, "model", model).layers[0].self_attn.modules()  # PEFT may wrap it
+    rate = next((m.attention_dropout for m in attention if hasattr(m, "attention_dropout")), 0)
+    if model.training and rate:
+        raise ValueError(
+            f"attention_dropout {rate} in training: ranks would drop the same for different heads"
+        )
+
+
 def check_first(owner, name, check):
     """From now on `owner`'s function begins with check(its arguments by name), which may raise."""
     original = getattr(owner, name)
