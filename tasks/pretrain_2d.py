@@ -154,9 +154,9 @@ def parallelize_2d(model, mesh, replicate=False):
     more ranks along tp than query heads or words, ValueError for a model that is split already and
     for one with norms of heads.
     """
-    refuse_if_split(model)
     if HEAD_NORMS & dict(model.model.layers[0].self_attn.named_children()).keys():
         raise ValueError("norms of heads: not in this plan, whose parameters are all DTensors")
+    refuse_if_split(model)
     guard_dropout(model, mesh["tp"].size())
     share_batches(model, mesh["tp"].get_group())
     tp, head, base = mesh["tp"], model.lm_head, model.model

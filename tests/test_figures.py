@@ -219,6 +219,9 @@ def test_diagrams(record, nproc, pictures, tmp_path):
         assert (tmp_path / f"{name}_diagram.png").stat().st_size > 100_000
 
 
+ONCE = "tolerance", "one_step", "attention_peers"  # without turns
+
+
 @pytest.mark.parametrize(
     ("script", "flags"),
     [
@@ -235,13 +238,14 @@ def test_diagrams(record, nproc, pictures, tmp_path):
         pytest.param("mesh_speed", ["--seq-len", 16, "--batch-size", 2], marks=pytest.mark.stress),
         pytest.param("sequence_speed", ["--seq-len", 64, "--budget", 12], marks=pytest.mark.stress),
         pytest.param("compiled", ["--seq-len", 64], marks=pytest.mark.stress),
+        ("attention_peers", []),
         ("precise_sums", ["--kib", 8, "--dtype", "bfloat16", "--gloo"]),
     ],
 )  # fmt: skip
 def test_measured_on_ranks(script, flags, tmp_path):
     """What the others measure on ranks, on as little as can be: nothing of it is else run here."""
     flags = [*flags, "--model", "tiny", "--json", tmp_path / "record.json"]
-    flags += ["--repeats", 1] if script not in ("tolerance", "one_step") else []
+    flags += ["--repeats", 1] if script not in ONCE else []
     file, nproc = launch.FIGURES / "bench" / f"{script}.py", 1 if script == "one_step" else 2
     result = launch.ranks(file, *flags, nproc=nproc, folder=tmp_path)
     assert result.code == 0 and result.out.count("Tests passed") == nproc, result.tail()

@@ -404,6 +404,17 @@ def precise_sums(data):
     return [*rows, "", on(data | results, what)]
 
 
+def attention_peers(data):
+    """Attention of a split sequence: how far off each is, or in what words it is refused."""
+    cases = data["results"]["cases"]
+    rows = head(f"{data['world_size']} ranks", *next(iter(cases.values())))
+    for case, found in cases.items():
+        cells = [f"{of:.1e}" if isinstance(of, float) else f"no: {of}" for of in found.values()]
+        rows.append(f"| {case} | {' | '.join(cells)} |")
+    what = f"{data['dtype']}, by {data['backend']}, DeepSpeed {data['results'].get('deepspeed')}"
+    return [*rows, "", on(data | data["results"], what)]
+
+
 def strategies(data, article=None):
     """Each strategy of data parallelism alone. article: see `strategies.rows`."""
     lines = rows(data, article)
@@ -424,6 +435,7 @@ TABLES = {  # name in its page: (made by, of)
     "memory": (memory, "estimate.json"),
     "compiled": (compiled, "compiled.json"),
     "precise_sums": (precise_sums, "precise_sums.json"),
+    "attention_peers": (attention_peers, "attention_peers.json"),
     "strategies": (strategies, "strategies.json"),
     "strategies_gpu": (partial(strategies, article=ARTICLE_GB), "gpu/strategies.json"),
     "sequence": (sequence, "sequence_speed.json"),
