@@ -1,7 +1,7 @@
 """Everything that one GPU can show: `make gpu`, in twenty minutes.
 
     python -m figures.bench.gpu                 # steps 1 to 5, in order
-    python -m figures.bench.gpu --long          # steps 6 to 9, which take half an hour more
+    python -m figures.bench.gpu --long          # steps 6 to 10, which take half an hour more
     python -m figures.bench.gpu --step 3        # one of them
     python -m figures.bench.gpu --device cpu    # a rehearsal: small sizes
     python -m figures.bench.gpu --table --out figures/records/gpu  # gpu.md and gpu.png of its files
@@ -101,8 +101,9 @@ STEPS = {
     7: ("one step of 1,048,576 tokens, as far as it comes", 8),
     8: ("the tests of every task on the odd Llama: NCCL, and ranks that share the GPU", 15),
     9: ("each strategy of data parallelism alone: 246 M parameters, 128 x 256 tokens a rank", 5),
+    10: ("compiled layers: a step of 8,192 tokens in Llama-3.2-1B's shapes, bfloat16", 5),
 }
-LONG = 6, 7, 8, 9
+LONG = 6, 7, 8, 9, 10
 
 
 def parts(device, smollm2="smollm2"):
@@ -150,6 +151,8 @@ def parts(device, smollm2="smollm2"):
     for flag, size in zip(("--model", "--batch-size", "--seq-len"), sizes, strict=True):
         words += [flag, size]
     yield Part(9, "strategies", words)
+    words = ["-m", "figures.bench.compiled", *large, *place, "--batch-size", 1]
+    yield Part(10, "compiled", [*words, "--seq-len", 8192 if on_gpu else 64, "--repeats", 7])
 
 
 # (What needs the GPU's allocator or its host memory comes second and third: a rehearsal lacks it.)
@@ -549,6 +552,10 @@ def summary(kind, records, planned):
         total = {what: sum(one[what] for one in records.values()) for what in some}
         said = ", ".join(f"{count} {what}" for what, count in total.items())
         return [f"{kind}{f', {ran} scripts' * (planned > 1)}: {said}"]
+    if "ways" in some.get("results", {}):
+        return [
+            f"{name}: {summary_of_compiled(of)}" for name, of in some["results"]["ways"].items()
+        ]
     if "checks" in some:
         return [summary_of_tasks(records, ran)]
     if "positions" in some:
@@ -576,6 +583,13 @@ def summary_of_tasks(records, ran):
             f"{ran} tasks passed on {some['device']}{how * (ranks > 1)}, "
             f"{sum(len(one['checks']) for one in records.values())} checks, nearest to its "
             f"tolerance {nearest[last]:.0%} ({last})")  # fmt: skip
+
+
+def summary_of_compiled(of):
+    seconds = [sorted(laps)[len(laps) // 2] for laps in of["step_s"]]
+    peaks = [peak / 2**30 for peak in of["peak"]]
+    return (f"{seconds[0]:.3f} s, compiled {seconds[1]:.3f} s; peak beside the weights "
+            f"{peaks[0]:.1f} GiB, compiled {peaks[1]:.1f} GiB")  # fmt: skip
 
 
 def summary_of_step(data):
@@ -625,7 +639,7 @@ def main():
     flag = parser.add_argument
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--step", type=int, choices=STEPS, help="default 1 to 5, in order")
-    which.add_argument("--long", action="store_true", help="steps 6 to 9; default no")
+    which.add_argument("--long", action="store_true", help="steps 6 to 10; default no")
     which.add_argument("--table", action="store_true", help="run nothing: gpu.md and gpu.png from "
         "the files in --out, wherever they were made; default no")  # fmt: skip
     flag("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: a rehearsal; default cuda")
