@@ -367,6 +367,7 @@ SUMS = """
 import sys
 sys.path.insert(0, {tasks!r})
 import torch, torch.distributed as dist
+from utils import collectives
 from utils.collectives import all_reduce, all_reduce_
 
 if __name__ == "__main__":
@@ -380,6 +381,11 @@ if __name__ == "__main__":
         assert torch.equal(all_reduce(mine, dist.group.WORLD), once)
         all_reduce_(mine, dist.group.WORLD)
         assert torch.equal(mine, once)
+        own = everyone[dist.get_rank()]
+    collectives.PRECISE = False  # the library's own: other roundings, from three ranks on
+    dist.all_reduce(theirs := own.clone())
+    all_reduce_(ours := own.clone(), dist.group.WORLD)
+    assert torch.equal(ours, theirs) and torch.equal(ours, once) == (dist.get_world_size() < 3)
     dist.destroy_process_group()
     print("summed")
 """
