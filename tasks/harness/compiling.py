@@ -10,6 +10,8 @@ import torch
 from utils.errors import UserError
 from utils.families import base_of, layers_of
 
+LIMITS = {"recompile_limit": 64, "fail_on_recompile_limit_hit": True}
+
 
 def compile_layers(model, device):
     """Have each layer of a Llama compiled by torch.compile, when it is first run.
@@ -23,9 +25,11 @@ def compile_layers(model, device):
     # Of a cache each layer has a part of its own, for which it would be compiled anew.
     model.config.use_cache = model.generation_config.use_cache = False
     # A function is compiled for each kind of input that it meets. Too many of them are an error:
-    # else it would go on uncompiled, and what is checked would be something else.
-    torch.compiler.config.recompile_limit = 64
-    torch.compiler.config.fail_on_recompile_limit_hit = True
+    # else it would go on uncompiled, and what is checked would be something else. (Older PyTorch
+    # warns.)
+    for name, value in LIMITS.items():
+        if hasattr(torch.compiler.config, name):
+            setattr(torch.compiler.config, name, value)
     for layer in layers_of(model):
         layer.compile()
 
