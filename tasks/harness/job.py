@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from packaging.version import Version
 from torch.distributed.device_mesh import DeviceMesh
 
 from harness.checks import Comparison
@@ -42,6 +43,9 @@ from utils.errors import UserError
 # Huge pages for large CPU tensors: touching new memory is else slower than most of what is done
 # with it. Read once, when PyTorch allocates for the first time.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+
+# Compiled collectives of a group that is written in Python: they hang in 2.7, and work in 2.13.
+COMPILES_SHARED_MEMORY = Version(torch.__version__) >= Version("2.13")
 
 
 # ---------------------------------------------------------------- starting and ending
@@ -127,6 +131,8 @@ def choose_backend(args, device, share_memory, sharing):
     if share_memory and not USABLE:
         why = f"PyTorch {torch.__version__}: ranks talk by gloo; from 2.7 on they share memory"
         return "gloo", why
+    if share_memory and getattr(args, "compile", False) and not COMPILES_SHARED_MEMORY:
+        return "gloo", f"PyTorch {torch.__version__}: compiled layers talk by gloo"
     if share_memory:
         return NAME, None
     return "gloo", (
