@@ -33,7 +33,7 @@ from torch.distributed import pipelining
 import checkpoints
 import harness
 import loading
-from utils.collectives import all_reduce_, group_of_axis, subgroup
+from utils.collectives import all_reduce, all_reduce_, group_of_axis, subgroup
 from utils.errors import UserError
 from utils.families import GPT2, LayersInOrder, base_of, embedding_of, family_of, layers_of
 from utils.gradients import new_gradients
@@ -243,6 +243,7 @@ class Pipeline:
             raise ValueError(f"microbatches of unequal size, {sizes}: not by {self.schedule}")
         if mask.shape != ids.shape:
             raise ValueError(f"a mask of {list(mask.shape)}, of ids that are {list(ids.shape)}")
+        self.refuse_frozen_stage(ids.device)
         vocab_size = self.stages[0].config.vocab_size
         check_ids(ids, vocab_size)
         next_tokens(labels, ids.shape, vocab_size)
@@ -254,6 +255,18 @@ class Pipeline:
             if tied:
                 sum_tied(self.stages, self.ends)
         return sum(one.detach() for one in losses), logits
+
+    def refuse_frozen_stage(self, device):
+        """ValueError, on all ranks, where PyTorch's schedule would leave out gradients."""
+        if self.schedule != "zero-bubble":
+            return
+        first = [stage for stage in self.stages if stage.is_first]
+        frozen = [not any(p.requires_grad for p in stage.parameters()) for stage in first]
+        if all_reduce(torch.tensor(float(sum(frozen)), device=device), self.group):
+            raise ValueError(
+                "zero-bubble: nothing of the first stage is trained, and PyTorch's schedule leaves "
+                "out the gradients behind it: take interleaved"
+            )
 
     def run(self, ids, mask, labels, sizes):
         """The schedule: on the last rank the microbatches' losses and the logits, else [], None."""

@@ -90,6 +90,9 @@ def assert_same_as_the_library(directory):
         for name in "eos_token_id", "pad_token_id", "bos_token_id", "repetition_penalty":
             values = [getattr(m.generation_config, name) for m in (ours, theirs)]
             assert values[0] == values[1], (name, values)
+    auto = {name: "auto" for name in as_float32}
+    with_dtype = AutoModelForCausalLM.from_pretrained(directory, **auto)
+    assert source.dtype() == with_dtype.dtype
 
 
 @pytest.fixture

@@ -545,6 +545,12 @@ if __name__ == "__main__":
                     assert (grad is None) == (parameter.grad is None), name
                     if grad is not None:
                         torch.testing.assert_close(parameter.grad, grad, rtol=0, atol=1e-12)
+    stages = [
+        source.load_model(torch.float64, cpu, partial(keep_stage, stops=(1, 2, 3, 5), index=i))
+        for i in (rank, rank + 2)
+    ]
+    stages[0].requires_grad_(rank == 1)  # PyTorch's zero bubbles would lose others' gradients
+    zero = Pipeline(mesh, "zero-bubble", stages, 4)
     stage.requires_grad_(rank == 1)  # one copy of the tied embedding is frozen, the other is not
     ids, mask = batches[0], torch.ones_like(batches[0])
     pipe = Pipeline(mesh, "gpipe", [stage], 2)
@@ -558,6 +564,7 @@ if __name__ == "__main__":
         (ValueError, pipe.step, ids[:0], mask[:0], ids[:0], [0]),
         *((ValueError, pipe.step, ids, mask, ids, wrong) for wrong in ([], [4, 0], [1, 2])),
         (ValueError, by_torch.step, ids, mask, ids, [3, 1]),
+        (ValueError, zero.step, ids, mask, ids, [1] * 4),
     ):
         try:
             step(*given)

@@ -17,6 +17,7 @@ from loading import bpe
 from loading.batches import read_samples
 from loading.documents import Rows, Tokenized, load_rows
 from loading.models import Source
+from loading.text import find_text
 from loading.text_files import TextFile, index, read_json_lines
 from utils.errors import UserError
 
@@ -71,15 +72,20 @@ def test_json_lines_and_plain_text(tmp_path):
 
 
 def test_books(tmp_path):
-    """What is between Project Gutenberg's marks alone, also where lines end by CRLF."""
+    """What is between Project Gutenberg's marks alone, whatever lines end by, and behind a BOM."""
     text = (
         "About.\n\n*** START OF THE PROJECT GUTENBERG EBOOK A,\nTWO LINES ***\n\nOne.\n\nTwo.\n\n"
     )
     text += "*** END OF THE PROJECT GUTENBERG EBOOK A ***\n\nA licence.\n"
-    for end in "\n", "\r\n":
+    text += "\ufeff*** START OF THE PROJECT GUTENBERG EBOOK B ***\n\nThree.\n"
+    for end in "\n", "\r\n", "\r":
         path = tmp_path / "book.txt"
         path.write_bytes(text.replace("\n", end).encode())
-        assert list(TextFile(*index(path))) == ["One.", "Two."]
+        found = TextFile(*index(path))
+        assert list(found) == ["One.", "Two.", "Three."] and found.between
+        assert find_text(str(path), None, 0, 0)[1] == "One.\n\nTwo.\n\nThree."
+    path.write_text("One.\n\nTwo.\n")
+    assert not TextFile(*index(path)).between
 
 
 def test_samples_of_json_lines(tmp_path):
@@ -210,7 +216,7 @@ def test_a_text_that_changes(workers, tmp_path):
     assert {k for k in other if other[k] != another[k]} == {"tokenizer"}
     size = path.stat().st_size
     with pytest.raises(UserError, match=f"{size} bytes here, {size + 1} on rank 0"):
-        TextFile(str(path), torch.zeros(1, 2), size + 1, "", json_lines=False)
+        TextFile(str(path), torch.zeros(1, 2), size + 1, "", json_lines=False, between=False)
 
 
 # ---------------------------------------------------------------- tokenizers

@@ -103,6 +103,13 @@ def check_continuation(run, generate, prompt, new_tokens, parallel, references, 
     check_text(run, tokens, expected, references, mask, how)
 
 
+def goes_on(new, source):
+    """Whether a token follows one that ends a text, by a model's settings; new: (B, tokens)."""
+    ends = (source.generation or source.config).eos_token_id
+    ends = [] if ends is None else torch.tensor(ends, device=new.device).flatten()
+    return any((new[:, :-1] == end)[new[:, 1:] >= 0].any() for end in ends)
+
+
 def check_text(run, tokens, expected, references, mask, how="", show=True):
     """Compare continuations, (B, tokens) both, this rank's and the reference's; print if `show`.
 
@@ -117,6 +124,10 @@ def check_text(run, tokens, expected, references, mask, how="", show=True):
 
     if show:
         run.show_texts("text", text(expected), text(tokens))
+        if goes_on(tokens[:, mask.shape[1] :], run.source):
+            run.print0(
+                "note: a text goes on behind the model's end token, for as many tokens are compared"
+            )
     name, apart = f"generated tokens{how}", torch.tensor(float(not torch.equal(tokens, expected)))
     dist.all_reduce(apart := apart.to(run.device))
     if run.dtype == torch.float64 or not apart:

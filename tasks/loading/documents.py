@@ -17,7 +17,7 @@ from tqdm import tqdm
 from loading import bpe
 from loading.batches import pad
 from loading.bpe import BOT, EOT, PAD
-from loading.text import encode, find_text, has_own_text, is_url, own_stories, read_some
+from loading.text import BETWEEN, encode, find_text, has_own_text, is_url, own_stories, read_some
 from loading.text_files import TextFile, index
 from utils.errors import UserError
 
@@ -29,7 +29,9 @@ BIGRAM = 20_000  # documents that a bigram model is made of, at most
 
 
 class Texts(list):
-    """Documents in memory, as strings."""
+    """Documents in memory, as strings. between: see `text_files.TextFile`."""
+
+    between = False
 
     @property
     def digest(self):
@@ -52,8 +54,10 @@ def read_documents(run, where, count):
             return Texts(islice(once_each(own_stories(run.seed)), count or OWN))
         if not is_url(where):
             return index(where, count)
-        _, text = find_text(where, source, 0, run.seed)
-        return Texts(islice(once_each(paragraphs(text)), count))
+        name, text = find_text(where, source, 0, run.seed)
+        documents = Texts(islice(once_each(paragraphs(text)), count))
+        documents.between = name.endswith(BETWEEN)
+        return documents
 
     found = run.once("text", load)
     documents = found if isinstance(found, Texts) else run.together(lambda: TextFile(*found))
@@ -62,7 +66,9 @@ def read_documents(run, where, count):
             f"--text {where}: {len(documents)} different documents, but "
             f"--num-documents {count or 1}"
         )
-    return where or f"stories of the project's own (seed {run.seed})", documents
+    if where is None:
+        return f"stories of the project's own (seed {run.seed})", documents
+    return f"{where}{BETWEEN * documents.between}", documents
 
 
 def find_tokenizer(run, documents, where, size):

@@ -281,13 +281,14 @@ class Source:
         return values + 1 if NORM.search(name) else values
 
     def dtype(self):
-        """The configuration's, or else that of the weights."""
+        """The configuration's, or else that of the first of the weights: transformers' "auto"."""
+        config = self.family.config_class.from_dict(self.settings)  # `config` is without it
         # transformers 4 calls it otherwise.
-        said = getattr(self.config, "dtype", None) or getattr(self.config, "torch_dtype", None)
+        said = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None)
         if said is not None:
             return said if isinstance(said, torch.dtype) else getattr(torch, said)
-        name, shape = next(iter(self.shapes.items()))
-        return self.read(name, (slice(0, 1),) * len(shape)).dtype
+        name = next(iter(self.files or self.shapes))
+        return self.read(name, (slice(0, 1),) * len(self.shapes[name])).dtype
 
     def tokenizer(self):
         """The model's tokenizer, or None for random weights or a directory without one.

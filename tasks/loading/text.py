@@ -15,13 +15,15 @@ from loading.models import TINY, cache_folder
 from utils.errors import UserError
 
 ULYSSES = "https://www.gutenberg.org/cache/epub/4300/pg4300.txt"  # the assignment's example
+BETWEEN = " (what is between Project Gutenberg's marks)"
 ENOUGH = 10**7  # characters; no more of a text is turned into tokens, unless more are needed
 # From the start of a line to stars at the end of it, or of one of the next two: a book's title may
 # be long. The same words in prose, or without these stars, are no mark.
+# (Line ends are of all kinds, for bytes of a file have them, too: see `text_files`.)
 MARK = re.compile(
-    r"^\*\*\* ?(START|END) OF TH(?:E|IS) PROJECT GUTENBERG EBOOK.*?"
-    r"(?:\n(?!\*\*\*|[ \t\r]*$).*?){0,2}?\*\*\*[ \t\r]*$",
-    re.MULTILINE,
+    r"(?:\A|(?<=[\r\n]))(?:\ufeff)?"
+    r"\*\*\* ?(START|END) OF TH(?:E|IS) PROJECT GUTENBERG EBOOK[^\r\n]*?"
+    r"(?:(?>\r\n|\r|\n)(?!\*\*\*|[ \t]*(?=[\r\n]|\Z))[^\r\n]*?){0,2}?\*\*\*[ \t]*(?=[\r\n]|\Z)",
 )
 
 
@@ -102,7 +104,7 @@ def find_text(where, source, needed, seed):
 def between_marks(name, text):
     """The name of a text, which says whether some of it is left out, and the rest: see `books`."""
     if MARK.search(text):
-        name += " (what is between Project Gutenberg's marks)"
+        name += BETWEEN
     return name, "\n\n".join(books(text)).strip("\n")
 
 

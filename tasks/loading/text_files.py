@@ -21,7 +21,7 @@ from loading.text import MARK, decode, plain
 from utils.errors import UserError
 
 SUFFIXES = ".jsonl", ".ndjson", ".json"  # of JSON lines
-MARK_BYTES = re.compile(MARK.pattern.encode(), re.MULTILINE)
+MARK_BYTES = re.compile(MARK.pattern.replace(r"\ufeff", "\ufeff").encode())
 # A line end is atomic, (?>...): else \r\n would also match as two of them.
 BLANK_LINES = re.compile(rb"(?>\r\n|\r|\n)\s*(?>\r\n|\r|\n)")
 
@@ -32,11 +32,12 @@ class TextFile(Sequence):
     spans: (documents, 2), int64: the byte at which each begins, and its number of bytes. size: of
     the file, in bytes. digest: SHA-256 of the documents' texts, in hex. UserError for a file that
     is not there (on another machine, say) or has another size, and where it changes later on.
+    between: whether they are what is between Project Gutenberg's marks.
     """
 
-    def __init__(self, path, spans, size, digest, json_lines):
+    def __init__(self, path, spans, size, digest, json_lines, between):
         self.path, self.spans = path, spans
-        self.digest, self.json_lines = digest, json_lines
+        self.digest, self.json_lines, self.between = digest, json_lines, between
         self.state = self.state_of_file()
         if self.state[0] != size:
             raise UserError(f"--text {path}: {self.state[0]} bytes here, {size} on rank 0")
@@ -107,8 +108,9 @@ def read_json_lines(where, enough):
 def index(where, count=None):
     """What `TextFile` is made of: the different documents of a file, at most so many.
 
-    Returns (path, spans, size, digest, json_lines). Raises UserError for a file that cannot be
-    read, has no text, is not UTF-8, and for the first line that is no object with a "text".
+    Returns (path, spans, size, digest, json_lines, between). Raises UserError for a file that
+    cannot be read, has no text, is not UTF-8, and for the first line that is no object with a
+    "text".
     """
     path, json_lines = os.path.expanduser(where), has_json_lines(where)
     with open_text(where) as file:
@@ -121,7 +123,8 @@ def index(where, count=None):
     spans, digest = different(found if size else [], size, count)
     if not spans:
         raise UserError(f"--text {where}: no text in it")
-    return path, torch.tensor(spans), size, digest, json_lines
+    between = not json_lines and books(data) != [(0, size)]
+    return path, torch.tensor(spans), size, digest, json_lines, between
 
 
 def different(found, size, count):
