@@ -1,6 +1,7 @@
 """What a user gets wrong ends in one `error:` line and exit code 2, quickly, with nothing lost."""
 
 import json
+import math
 import shutil
 import socket
 
@@ -72,12 +73,6 @@ def without_prefix(tensors):
         tensors[name.removeprefix("model.")] = tensors.pop(name)
 
 
-def spare_shard(directory):
-    shard(directory)
-    shutil.copy(directory / "model-00001-of-00002.safetensors",
-                directory / "model-00003-of-00003.safetensors")  # fmt: skip
-
-
 NORM = "model.norm.weight"
 DAMAGE = {
     # name: (what happens to a good directory, what the message says)
@@ -125,7 +120,10 @@ DAMAGE = {
         f"tensor {NORM} has shape (41,), config.json says (42,)",
     ),
     "missing shard": (missing_shard, "model-00002-of-00002.safetensors: missing"),
-    "spare shard": (spare_shard, "model-00003-of-00003.safetensors is not in"),
+    "no number": (
+        lambda d: change_config(d, rms_norm_eps=math.nan),
+        "config.json: rms_norm_eps nan",
+    ),
     "shard outside": (outside, "outside its directory"),
     "an index without metadata": (no_metadata, 'transformers wants an entry "metadata"'),
     "a LlamaModel's, untied: no head": (

@@ -196,10 +196,19 @@ def with_prefix(tensors):
 
 
 NEWER = "names that transformers 5 reads: "
+
+
+def spare_shard(directory):
+    shard(directory)
+    shutil.copy(directory / "model-00001-of-00002.safetensors",
+                directory / "model-00003-of-00003.safetensors")  # fmt: skip
+
+
 DIRECTORIES = {
     "as saved": lambda d: None,
     "in shards": shard,
     "in shards, then in one file": resave_in_one_file,
+    "in shards, with one that is in no index": spare_shard,
     "one file copied over shards": copy_over_shards,
     "tied": tie,
     "tied, with the head in the file": lambda d: tie(d, keep_head=True),

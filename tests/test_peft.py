@@ -2,7 +2,12 @@
 
 from importlib.metadata import version
 
+import pytest
+from peft import LoraConfig, get_peft_model
+from transformers import LlamaConfig, LlamaForCausalLM
+
 import launch
+from utils.adapters import check_by_token
 
 METHODS = launch.HELPERS / "peft_methods.py"
 
@@ -93,3 +98,21 @@ def test_deep_copies(tmp_path):
     (tmp_path / "copies.py").write_text(COPIES.format(tasks=str(launch.TASKS)))
     result = launch.ranks(tmp_path / "copies.py", nproc=4, folder=tmp_path)
     assert result.code == 0 and result.out.count("copied") == 4, result.tail()
+
+
+@pytest.mark.skipif(
+    not hasattr(LoraConfig, "alora_invocation_tokens"), reason="this PEFT has no aLoRA"
+)
+def test_variant_that_is_not_active():
+    """What an adapter would do counts when it is the one that is used."""
+    sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    llama = LlamaForCausalLM(LlamaConfig(vocab_size=20, num_key_value_heads=2, **sizes))
+    model = get_peft_model(llama, LoraConfig(target_modules=["q_proj"]))
+    activated = LoraConfig(
+        target_modules=["q_proj"], task_type="CAUSAL_LM", alora_invocation_tokens=[1]
+    )
+    model.add_adapter("activated", activated)
+    check_by_token(llama)
+    model.set_adapter("activated")
+    with pytest.raises(ValueError, match="ALoraLinearVariant: adapters that are not known"):
+        check_by_token(llama)

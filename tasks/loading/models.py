@@ -8,6 +8,7 @@ tokenizer and the settings for generation are always read by transformers.
 
 import copy
 import json
+import math
 import os
 import re
 import zlib
@@ -113,6 +114,9 @@ class Source:
         self.settings = settings  # as they are written out again
         self.family = FAMILIES[settings["model_type"]]
         settings = {name: value for name, value in settings.items() if name not in IGNORED_SETTINGS}
+        for key, value in settings.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise UserError(f"{name}: config.json: {key} {value}")
         try:
             self.config = self.family.config_class.from_dict(settings)
             self.dropout = without_dropout(self.config)
@@ -560,9 +564,6 @@ def index_files(directory):
         if os.path.basename(name) != name:
             raise UserError(f"{index}: names {name!r}, which is outside its directory")
         files |= read_header(directory / name)
-    spare = {path.name for path in directory.glob("model-*.safetensors")} - names
-    if spare and not single:
-        raise UserError(f"{directory}: {min(spare)} is not in {index.name}")
     return files
 
 

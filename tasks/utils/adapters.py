@@ -30,7 +30,9 @@ def adapters_of(model):
             layer = getattr(module.forward, "__self__", module)  # X-LoRA's do the work of LoRA's
             _, *path = type(layer).__module__.split(".")
             kinds.add(path[1] if path[0] == "tuners" else type(layer).__name__)
-            kinds |= {type(x).__name__ for x in getattr(layer, "lora_variant", {}).values()}
+            active = getattr(layer, "active_adapters", ())
+            variants = getattr(layer, "lora_variant", {})
+            kinds |= {type(x).__name__ for name, x in variants.items() if name in active}
     return kinds
 
 
