@@ -21,7 +21,7 @@ TECHNIQUES = {
     "generate": ("kv_cache", LINES),
     "ring_parallelize": ("ring_attention", 1550),  # twice: simplest form, and whole
     "parallelize_tp_sp": ("tp_ulysses", 1750),  # Tasks 2 and 4
-    "Pipeline": ("pipeline_llama", 1150),
+    "Pipeline": ("pipeline_llama", 1200),
     "Pipe": ("pipeline_threads", LINES),
     "average_gradients": ("data_parallel", 1100),  # with the course's samples, and an epoch
     "partition_dataset": ("data_parallel", 1100),

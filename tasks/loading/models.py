@@ -291,8 +291,10 @@ class Source:
         said = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None)
         if said is not None:
             return said if isinstance(said, torch.dtype) else getattr(torch, said)
-        name = next(iter(self.files or self.shapes))
-        return self.read(name, (slice(0, 1),) * len(self.shapes[name])).dtype
+        name, shape = next(iter(self.shapes.items()))
+        if self.files:  # of which one may be a tied head's, too
+            name, (*_, shape) = next(iter(self.files.items()))
+        return self.read(name, (slice(0, 1),) * len(shape)).dtype
 
     def tokenizer(self):
         """The model's tokenizer, or None for random weights or a directory without one.
