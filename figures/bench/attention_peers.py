@@ -72,15 +72,13 @@ def one_case(run, way, N, K, S, masked):
     torch.manual_seed(run.seed)
     full = [torch.randn(2, heads, S, D) for heads in (N, K, K, N)]
     mask = mask_of(masked, S)
+    real = torch.ones(2, S, dtype=bool) if mask.real is None else mask.real
+    full[3] *= real[:, None, :, None]  # what comes of padding is nobody's
     expected = step(partial(alone, mask), [t.double() for t in full])
-    if mask.real is not None:  # what comes of padding is nobody's
-        full[3] = full[3] * mask.real[:, None, :, None]
-        expected = step(partial(alone, mask), [t.double() for t in full])
     try:
         found, tokens = way(full, mask)
     except Exception as error:
         return one_line(error)[:120]
-    real = torch.ones(2, S, dtype=bool) if mask.real is None else mask.real
     squares = []
     for ours, theirs in zip(found, expected, strict=True):
         seen = real[:, None, tokens, None]
@@ -137,9 +135,9 @@ def by_ring(full, mask, zigzag):
 
 
 def by_context_parallel(full, mask):
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
     if not mask.sees_all:
         raise ValueError("it has no argument for that")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
     places = torch.arange(mask.length)
     buffers = [*(t.clone() for t in full), places]
     dims = [2] * len(full) + [0]

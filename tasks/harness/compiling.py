@@ -10,7 +10,7 @@ import torch
 from utils.errors import UserError
 from utils.families import base_of, layers_of
 
-LIMITS = {"recompile_limit": 64, "fail_on_recompile_limit_hit": True}
+RECOMPILING = {"recompile_limit": 64, "fail_on_recompile_limit_hit": True}
 
 
 def compile_layers(model, device):
@@ -27,7 +27,7 @@ def compile_layers(model, device):
     # A function is compiled for each kind of input that it meets. Too many of them are an error:
     # else it would go on uncompiled, and what is checked would be something else. (Older PyTorch
     # warns.)
-    for name, value in LIMITS.items():
+    for name, value in RECOMPILING.items():
         if hasattr(torch.compiler.config, name):
             setattr(torch.compiler.config, name, value)
     for layer in layers_of(model):

@@ -21,6 +21,7 @@ from loading.text import MARK, decode, plain
 from utils.errors import UserError
 
 SUFFIXES = ".jsonl", ".ndjson", ".json"  # of JSON lines
+# A pattern of bytes has no escape for that character.
 MARK_BYTES = re.compile(MARK.pattern.replace(r"\ufeff", "\ufeff").encode())
 # A line end is atomic, (?>...): else \r\n would also match as two of them.
 BLANK_LINES = re.compile(rb"(?>\r\n|\r|\n)\s*(?>\r\n|\r|\n)")
@@ -119,12 +120,12 @@ def index(where, count=None):
             raise UserError(f"--text {where}: not a file")
         # Not closed by hand: a search that was given up still looks into it.
         data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
-    found = lines(data, where) if json_lines else paragraphs(data, where)
+    pieces = [(0, size)] if json_lines else books(data)
+    found = lines(data, where) if json_lines else paragraphs(data, pieces, where)
     spans, digest = different(found if size else [], size, count)
     if not spans:
         raise UserError(f"--text {where}: no text in it")
-    between = not json_lines and books(data) != [(0, size)]
-    return path, torch.tensor(spans), size, digest, json_lines, between
+    return path, torch.tensor(spans), size, digest, json_lines, pieces != [(0, size)]
 
 
 def different(found, size, count):
@@ -185,9 +186,9 @@ def text_of(line, where):
     return text
 
 
-def paragraphs(data, path):
-    """(begin, bytes, text) of what blank lines lie between, in books between their marks alone."""
-    for first, last in books(data):
+def paragraphs(data, pieces, path):
+    """(begin, bytes, text) of what blank lines lie between, in each of the pieces: see `books`."""
+    for first, last in pieces:
         begin = first
         for gap in chain(BLANK_LINES.finditer(data, first, last), [None]):
             end, behind = gap.span() if gap else (last, last)

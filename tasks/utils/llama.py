@@ -1,5 +1,6 @@
-"""The seam to Hugging Face's Llama and its relatives: what they are made of, hooks around them,
-what a split one refuses, and its labels.
+"""The seam to Hugging Face's Llama and its relatives: settings, hooks around them, and labels.
+
+What a split model refuses is in `refusals.py`.
 
 Shapes as in `utils/__init__.py`.
 """

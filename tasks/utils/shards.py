@@ -14,13 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from utils.collectives import copy_to_region
-from utils.llama import (
-    HEAD_NORMS,
-    check_ids,
-    getter,
-    guard,
-    mixed_in,
-)
+from utils.llama import HEAD_NORMS, check_ids, getter, guard, mixed_in
 
 
 def keep_shard(layer, dim, start, stop):
