@@ -18,6 +18,7 @@ splits each tensor once more (as `data_parallel.py`), or `--replicate` keeps cop
 
 holds ten steps against a single-rank run of the unmodified model: losses, gradients, their norms,
 learning rates, parameters. `--output-dir DIR` keeps checkpoints, which other meshes read, too.
+`--memory-budget` trains on long sequences instead, for which a single rank may have no room.
 """
 
 import math
@@ -342,8 +343,22 @@ def main():
     add("--output-dir", type=Path, help="for checkpoints, and model/ at the end; default none")
     add("--save-every", type=harness.positive, default=100, help="steps; default 100")
     add("--resume", action="store_true", help="go on there, by the same flags; default no")
+    add(
+        "--memory-budget",
+        type=harness.gib,
+        metavar="GIB",
+        help="train on one batch of --batch-size x --seq-len tokens instead, each rank with so "
+        "much memory beyond its weights; default none",
+    )
     harness.add_compile_flag(parser)
-    harness.start(parser.parse_args(), show)
+    args = parser.parse_args()
+    of_texts = "text", "tokenizer", "train_tokenizer", "num_documents", "epochs", "output_dir"
+    if args.memory_budget:
+        for name in of_texts:
+            if getattr(args, name):
+                flag = f"--{name.replace('_', '-')}"
+                harness.fail(f"--memory-budget trains on one batch, and keeps nothing: no {flag}")
+    harness.start(args, show)
 
 
 def show(run, args):
@@ -352,17 +367,15 @@ def show(run, args):
     mesh, B = harness.make_mesh(run, args.dp, args.tp, args.batch_size), args.batch_size
     tp = mesh["tp"].size()
     S = -(-args.seq_len // tp) * tp  # as many tokens on each rank
+    if args.memory_budget:
+        return train_within(run, args, mesh, S)
     text, of_tokens = (args.text, args.num_documents), (args.tokenizer, args.train_tokenizer)
     tokenizer, rows, held = loading.load_rows(run, *text, S, B, *of_tokens)
     args.steps = harness.number_of_steps(run, args, rows)
     run.source.from_scratch(tokenizer)
     store.find(harness.identity_of_pretraining(run, args, rows))
     trial = harness.Trial(run, rows, args)
-    model = run.load_model(partial(parallelize_2d, mesh=mesh, replicate=args.replicate))
-    model.to(run.device)  # FSDP2 looks for the parameters that are there now
-    unsplit = "" if args.replicate and tp == 1 else "norm"
-    run.check_weights("all", model, trial.references, unsplit=(unsplit,))
-    harness.check_fully_split(run, model, mesh["dp"].size() == 1 or args.replicate)
+    model = load_split(run, args, mesh, trial)
     with loss_parallel():
         batches = partial(make_batches, mesh=mesh, batch_size=B, device=run.device)
         step = partial(forward_backward, model, next(batches(rows)), mesh, args.replicate)
@@ -380,6 +393,43 @@ def show(run, args):
         harness.say_what_was_learnt(run, loss, rows, held)
         if args.output_dir:
             harness.export(run, model, tokenizer, store, DataLoader(held, B), loss)
+
+
+def load_split(run, args, mesh, trial):
+    """Return the split model, whose weights are slices of the reference's."""
+    model = run.load_model(partial(parallelize_2d, mesh=mesh, replicate=args.replicate))
+    model.to(run.device)  # FSDP2 looks for the parameters that are there now
+    unsplit = "" if args.replicate and mesh["tp"].size() == 1 else "norm"
+    run.check_weights("all", model, trial.references, unsplit=(unsplit,))
+    harness.check_fully_split(run, model, mesh["dp"].size() == 1 or args.replicate)
+    return model
+
+
+def train_within(run, args, mesh, S):
+    """Train on a batch of long sequences, each rank with no more memory than it is given.
+
+    What is compared with the unmodified model: all gradients on each sequence's beginning, before;
+    the first loss of the training, afterwards, without the limit.
+    """
+    ids, _, _ = harness.make_batch(run, args.batch_size, S)
+    few = min(S, 16 * mesh["tp"].size())
+    trial = harness.Trial(run, [(row[:few], row[:few]) for row in ids], args)
+    model = load_split(run, args, mesh, trial)
+    first, stop = shard_range(len(ids), mesh["dp"].size(), mesh["dp"].get_local_rank())
+    local = ids[first:stop]
+    losses = []
+    with loss_parallel():
+        short = local[:, :few], local[:, :few]
+        step = partial(forward_backward, model, short, mesh, args.replicate)
+        trial.check_first_step(run, model, step)
+        trial.references.clear()
+        optimizer, schedule = make_optimizer(model, args.lr, args.steps, args.warm_up)
+        batches = repeat((local, local), args.steps)
+        training = train(model, mesh, batches, optimizer, schedule, args.replicate)
+        training = harness.saving(training, losses, args, lambda losses: None)
+        with harness.limited_memory(run.device, args.memory_budget):
+            harness.progress(run, trial, model, training, losses, ids.numel())
+    harness.check_long_loss(run, losses[0], ids)
 
 
 if __name__ == "__main__":

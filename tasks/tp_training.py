@@ -16,10 +16,8 @@ one at a time and together, each against the unmodified model on one rank:
 `--profile` records instead what tensors hold over a step. With a large vocabulary it is the logits,
 T x V numbers for T tokens: Hugging Face's loss has three such at once, Task 2's two of 1/P each.
 `--trace FILE` keeps what torch.profiler recorded, to be looked at in Perfetto or chrome://tracing.
-`--memory-budget` trains on one long sequence, for which a rank alone may have no room.
 """
 
-import time
 from functools import partial
 from pathlib import Path
 
@@ -56,29 +54,22 @@ SPLITS = {  # {name: (what splits a LlamaForCausalLM in place, what stays whole)
 
 def main():
     parser = harness.make_parser(__doc__)
-    add, instead = parser.add_argument, parser.add_mutually_exclusive_group().add_argument
+    add = parser.add_argument
     add("--text", default="i love tensor parallelism.", help="the sentence; default '%(default)s'")
     add(
         "--batch-size",
         type=harness.positive,
-        help="sequences of the padded batch, default 2; with --memory-budget default 1",
+        default=2,
+        help="sequences of the padded batch; default 2",
     )
     add("--seq-len", type=harness.positive, default=64, help="its tokens a sequence; default 64")
     add("--iterations", type=harness.positive, default=5, help="of each training; default 5")
     add("--lr", type=harness.rate, default=0.02, help="of SGD; default 0.02")
-    instead(
+    add(
         "--profile",
         action="store_true",
         help="in place of the checks: memory over a step "
         "of --batch-size x --seq-len tokens (of --model random/small-8k); default no",
-    )
-    instead(
-        "--memory-budget",
-        type=harness.gib,
-        metavar="GIB",
-        help="in place of the checks: train "
-        "on sequences of --seq-len tokens, each rank with so much memory beyond its weights; "
-        "default none",
     )
     add(
         "--trace",
@@ -91,7 +82,6 @@ def main():
     if args.trace and not args.profile:
         parser.error("--trace: of what --profile records, give that, too")
     harness.check_writable(args.trace, "--trace")
-    args.batch_size = args.batch_size or (1 if args.memory_budget else 2)
     harness.start(args, show)
 
 
@@ -100,8 +90,6 @@ def show(run, args):
     mesh = run.mesh("tp")
     if args.profile:
         return profile(run, mesh, args)
-    if args.memory_budget:
-        return train_within(run, mesh, args)
     references = [one for one in [run.load_reference()] if one]
     for name, (split, _) in SPLITS.items():
         check_split(run, name, run.load_model(partial(split, mesh=mesh)), references)
@@ -121,7 +109,7 @@ def check_split(run, name, model, references=None):
     run.check_weights(name, model, references, unsplit=("norm", *SPLITS[name][1]))
 
 
-def show_training(run, mesh, batch, lr, iterations, splits=SPLITS):
+def show_training(run, mesh, batch, lr, iterations):
     """The splits beside the unmodified model: each loss, and what the iterations change."""
     ids, mask, _ = batch
     only, exactly = harness.compared_layers(run), run.dtype != torch.bfloat16
@@ -154,7 +142,7 @@ def show_training(run, mesh, batch, lr, iterations, splits=SPLITS):
             parameter.exact_grad = of.grad.float()
     del references[1:]
     table, title = {"no TP": expected[0]}, f"{len(ids)} x {ids.shape[1]} tokens"
-    for name, (split, _) in splits.items():
+    for name, (split, _) in SPLITS.items():
         model = run.load_model(partial(split, mesh=mesh))
         loss = harness.plain_loss if name == "TP" else harness.own_loss
         table[name] = trained(model, loss)
@@ -174,50 +162,6 @@ def show_training(run, mesh, batch, lr, iterations, splits=SPLITS):
 
 
 # ---------------------------------------------------------------- memory
-
-
-def train_within(run, mesh, args):
-    """Iterations on long sequences, each rank with no more memory than it is given."""
-    ids, _, labels = harness.make_batch(run, args.batch_size, args.seq_len)
-    name = "TP + loss parallel"  # beside the reference first, on few tokens
-    few = harness.make_batch(run, 1, min(args.seq_len, 64))
-    show_training(run, mesh, few, args.lr, 2, {name: SPLITS[name]})
-    model = run.load_model(partial(tensor_parallelize, mesh=mesh))
-    check_split(run, name, model)
-    trained = []
-
-    def iterate():
-        optimizer = SGD(model.parameters(), args.lr)
-        trained.append(
-            harness.train_on_batch(
-                model, harness.own_loss, (ids, None, labels), optimizer, args.iterations
-            )
-        )
-
-    begin = time.perf_counter()
-    with harness.limited_memory(run.device, args.memory_budget):
-        peaks = harness.peak_memory(run, iterate)
-    (losses,) = trained
-    speed = args.iterations * ids.numel() / (time.perf_counter() - begin)
-    run.print0(f"losses: {', '.join(f'{loss:.4f}' for loss in losses)}")
-    run.print0(f"tokens_per_second={speed:.0f}, max_mem={max(peaks) / 1e9:.2f}gb of a rank")
-    run.results |= {"tokens_per_second": speed, "peak_bytes": peaks}
-    harness.refuse_if_endless(losses, args.lr)
-    references = run.references(run.load_reference())
-    with torch.no_grad():  # of which rank 0 has memory for the forward, without a limit
-        expected = run.reference_values(partial(losses_by_sequence, ids, labels), references)[0]
-    means = [mean_loss(of, labels) for of in expected]
-    run.check(
-        "loss of the first iteration",
-        [(losses[0], *means)],
-        own_error=harness.error_of_mean(*expected),
-    )
-
-
-def losses_by_sequence(ids, labels, model):
-    """Return [losses (B, S - 1)] of an unsplit model, which has the logits of one sequence only."""
-    pairs = zip(ids.split(1), labels.split(1), strict=True)
-    return [torch.cat([token_losses(model(i, use_cache=False).logits, of) for i, of in pairs])]
 
 
 def profile(run, mesh, args):

@@ -4,6 +4,7 @@ import json
 import random
 import re
 import shutil
+import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -88,10 +89,39 @@ def test_meshes(dp, tp, replicate, tmp_path):
         (["--resume"], 1, "--resume needs --output-dir"),
         (["--text", "/no/such"], 2, "--text /no/such: cannot be read"),
         (["--text", __file__, "--num-documents", 1000], 2, "documents, but --num-documents 1000"),
+        (["--memory-budget", 1, "--epochs", 2], 1, "and keeps nothing: no --epochs"),
     ],
 )
 def test_refused(flags, nproc, message, tmp_path):
     launch.ranks(FILE, *flags, nproc=nproc, folder=tmp_path).assert_refused(message)
+
+
+LONG = ["--model", "random/small-8k", "--steps", 2, "--num-layers", 1, "--batch-size", 1]
+LONG += ["--seq-len", 3000, "--memory-budget", 0.4]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only there can a process's memory be limited")
+@pytest.mark.parametrize(
+    ("nproc", "more"),
+    [(1, []), (2, ["--tp", 2]), pytest.param(4, ["--batch-size", 2, "--dp", 2], marks=STRESS)],
+)
+def test_a_context_that_does_not_fit(nproc, more, tmp_path):
+    """One rank is refused, and more train, by steps whose first is the unmodified model's."""
+    result = launch.ranks(FILE, *LONG, *more, nproc=nproc, folder=tmp_path, timeout=600)
+    if nproc == 1:
+        result.assert_refused("out of memory", 300)
+    else:
+        passed(result, nproc)
+        assert re.search(
+            r"tokens_per_second=\d+.* max_mem=.*\ncheck loss of the first long", result.out
+        )
+
+
+def test_a_mean_over_the_first_tokens(tmp_path):
+    """What only a long sequence shows is found by its first loss."""
+    right, wrong = "(labels[:, 1:] != -100).sum()", "(labels[:, 1:100] != -100).sum()"
+    plant(tmp_path, "pretrain_2d.py", right, wrong)
+    refused(tmp_path, "pretrain_2d", 2, [*LONG, "--seq-len", 300], "^loss of the first long step")
 
 
 def test_nothing_held_out_is_trained_on(tmp_path):

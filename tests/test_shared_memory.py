@@ -289,11 +289,13 @@ sys.path.insert(0, {tasks!r})
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._functional_collectives import all_reduce as functional_all_reduce
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor import DTensor
 from shared_memory import group as shared_group
+from shared_memory.traffic import Meter
 
 def grads(model):
     found = [p.grad for p in model.parameters()]
@@ -302,6 +304,10 @@ def grads(model):
 if __name__ == "__main__":
     dist.init_process_group(shared_group.NAME)
     rank, P = dist.get_rank(), dist.get_world_size()
+    with Meter() as meter:  # each of them is counted once, whoever tells it
+        dist.all_reduce(torch.zeros(30))
+        functional_all_reduce(torch.zeros(30), "sum", dist.group.WORLD).sum()
+    assert meter.sent == 2 * 2 * (P - 1) / P * 120, meter.sent
     torch.manual_seed(0)
     layers = nn.Sequential(*(nn.Sequential(nn.Linear(24, 24), nn.Tanh()) for _ in range(P)))
     x, y = torch.randn(2, 4 * P, 24)

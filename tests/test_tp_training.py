@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import sys
 
 import pytest
 import torch
@@ -92,23 +91,6 @@ def test_full_logits_where_they_are_to_be_split(odd_llama, tmp_path):
     plant(tmp_path, "tp_llama.py", right, "return total - (target - largest)")
     args = ["--profile", "--model", odd_llama, "--seq-len", 30]
     refused(tmp_path, "tp_training", 2, args, "^TP . loss parallel: loss")
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="only there can a process's memory be limited")
-@pytest.mark.parametrize(("flags", "gib", "nproc"), [  # the README's command has two ranks, too
-    pytest.param(["--num-layers", 1, "--seq-len", 1500], 0.35, 1, marks=pytest.mark.stress),
-    pytest.param(["--num-layers", 1, "--seq-len", 1500], 0.35, 2, marks=pytest.mark.stress),
-    pytest.param(["--seq-len", 10_000, "--iterations", 2], 3.5, 1, marks=pytest.mark.stress),
-    pytest.param(["--seq-len", 10_000, "--iterations", 2], 3.5, 2, marks=pytest.mark.stress),
-])  # fmt: skip
-def test_a_context_that_does_not_fit(flags, gib, nproc, tmp_path):
-    """One rank is refused, and two train."""
-    flags = [*flags, "--model", "random/small", "--memory-budget", gib]
-    result = launch.ranks(FILE, *flags, nproc=nproc, folder=tmp_path, timeout=900)
-    if nproc == 1:
-        result.assert_refused("out of memory", 300)
-    else:
-        assert result.code == 0 and "losses: " in result.out, result.tail()
 
 
 @pytest.mark.parametrize(

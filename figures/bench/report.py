@@ -36,8 +36,8 @@ ON_2, ON_4 = (f"torchrun --standalone --nproc_per_node {ranks} tasks/" for ranks
 ON_1 = "torchrun --standalone --nproc_per_node 1 tasks/"
 TOO_LARGE = "pipeline_llama.py --model random/llama-3.2-1b --num-layers 8 --dtype bfloat16 " \
     "--batch-size 2 --microbatches 2 --seq-len 64 --memory-budget 5.9"  # fmt: skip
-LONG = "tp_training.py --model random/small --num-layers 4 --batch-size 4 --seq-len 10000 " \
-    "--iterations 2 --memory-budget 8"  # fmt: skip
+LONG = "pretrain_2d.py --model random/small-8k --num-layers 4 --batch-size 4 --seq-len 10000 " \
+    "--steps 2 --warm-up 0 --memory-budget 7"  # fmt: skip
 SHARDED = "data_parallel.py --memory-budget 0.7 --model random/balanced --batch-size 4 " \
     "--seq-len 32 --num-sequences 20 --epochs 1 --strategy"  # fmt: skip
 # script: {file in outputs/: the commands whose outputs it has, one after the other}. "! " before a
@@ -53,7 +53,7 @@ MORE = {
     },
     "kv_cache": {"kv_cache_smollm2": [f"{ON_2}kv_cache.py --model smollm2"]},
     "pipeline_llama": {"pipeline_llama_budget": [f"! {ON_1}{TOO_LARGE}", f"{ON_2}{TOO_LARGE}"]},
-    "tp_training": {"tp_training_budget": [f"! {ON_1}{LONG}", f"{ON_2}{LONG}"]},
+    "pretrain_2d": {"pretrain_2d_budget": [f"! {ON_1}{LONG}", f"{ON_2}{LONG}"]},
     "data_parallel": {
         "estimate_article": [
             "python -m figures.plan.estimate --model random/7b --batch-size 1 --seq-len 256 "

@@ -278,6 +278,22 @@ def progress(run, trial, model, training, losses, tokens):
     run.print0(f"tokens_per_second={speed:.0f}, padding counted, max_mem={max(peaks) / 1e9:.2f}gb")
 
 
+def check_long_loss(run, loss, ids):
+    """The first loss of a training on ids (B, S) is the unmodified model's, of a forward alone."""
+    references = run.references(run.load_reference())
+
+    def losses_of(one):
+        """One sequence at a time: the logits of all would take most of the memory."""
+        rows = ids.split(1)
+        return [torch.cat([token_losses(one(row, use_cache=False).logits, row) for row in rows])]
+
+    with torch.no_grad():
+        (losses,) = run.reference_values(losses_of, references)
+    expected = [mean_loss(of, ids) for of in losses]
+    loss = torch.tensor(loss, dtype=torch.float64).to(expected[0])
+    run.check("loss of the first long step", [(loss, *expected)], own_error=error_of_mean(*losses))
+
+
 def say_what_was_learnt(run, loss, rows, held):
     """Print the held-out loss beside a bigram model's."""
     bigram = bigram_loss(rows, held, run.source.config.vocab_size) if run.rank == 0 else None

@@ -60,7 +60,7 @@ class Meter(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
     def see(self, group, name, tensors, pieces=None):
-        if not hasattr(group, "tell"):
+        if not hasattr(group, "count_sent"):
             self.count(name, tensors[0], bytes_of(group, name, tensors, pieces))
 
     def count(self, name, tensor, sent):
