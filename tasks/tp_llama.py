@@ -24,8 +24,11 @@ logits), continues a prompt greedily, and measures time and memory of both.
 """
 
 import argparse
+import inspect
+from types import MethodType
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
@@ -51,6 +54,8 @@ from utils.shards import (
     with_full_logits,
 )
 
+LOSS_TILE_BYTES = 2**28  # logits of more than that are never there all at once, for a loss
+
 # ---------------------------------------------------------------- the technique
 
 
@@ -72,7 +77,8 @@ def tensor_parallelize(model, mesh, vocab_parallel=True, region_ops=None):
     Shares may be uneven; with more ranks than KV heads each KV head is held by several ranks (see
     `shard_heads`). The model is used as before: logits come out full, gathered from the ranks,
     unless `labels` are given: then the loss is computed from the split logits, and
-    `output.logits` is this rank's (B, S, V/P). Works on a model without memory (device meta) too.
+    `output.logits` is this rank's (B, S, V/P), or None where they would take more than
+    `LOSS_TILE_BYTES`. Works on a model without memory (device meta) too.
     region_ops: functions of (x, group), in place of f and g.
     Raises UserError for more ranks than query heads or tokens, ValueError for a model that is split
     already, or built otherwise.
@@ -142,14 +148,17 @@ def split_vocabulary(model, group, enter=copy_to_region):
         head.weight, head.out_features = embedding.weight, len(embedding.weight)
     else:
         keep_shard(head, 0, *rows)
-    embedding.__class__ = VocabParallelEmbedding
-    embedding.get_group = getter(group)
-    embedding.rows, embedding.num_embeddings = rows, vocab_size  # it looks up all of them
+    embedding.__class__, head.__class__ = VocabParallelEmbedding, VocabParallelHead
+    for part in embedding, head:
+        part.get_group, part.rows = getter(group), rows
+    embedding.num_embeddings = head.full_size = vocab_size  # the embedding looks up all of them
     head.register_forward_pre_hook(bind(f, enter=enter, group=group), with_kwargs=True)
-    model.sum_of_losses = bind(sum_of_vocab_parallel_losses, rows=rows, group=group)
-    model.loss_function = bind(vocab_parallel_loss, rows=rows, group=group)
+    model.sum_of_losses = MethodType(sum_of_vocab_parallel_losses, model)
+    model.loss_function = MethodType(vocab_parallel_loss, model)
     gather = bind(gather_shares, dim=-1, size=vocab_size, group=group)
+    model.register_forward_pre_hook(expect_loss, with_kwargs=True)
     model.register_forward_hook(with_full_logits(gather), with_kwargs=True)
+    model.register_forward_hook(expect_no_loss, always_call=True)
 
 
 class VocabParallelEmbedding(nn.Embedding):
@@ -161,6 +170,45 @@ class VocabParallelEmbedding(nn.Embedding):
 
     def part(self, ids):
         return local_rows(ids, self.weight, self.rows[0], self.num_embeddings, self.padding_idx)
+
+
+class VocabParallelHead(nn.Linear):
+    """Rows [start, stop) of an LM head: its logits are this rank's, (B, S, V/P).
+
+    Where a loss is wanted, and its logits would take more than `LOSS_TILE_BYTES` on some rank, it
+    passes hidden states on, and the loss makes the logits of a tile of tokens after another.
+    """
+
+    wants_loss = in_tiles = False
+
+    def forward(self, x):
+        """x (B, S, H) -> (B, S, V/P), or x itself."""
+        tokens = x.shape[:-1].numel()
+        self.in_tiles = self.wants_loss and tokens > self.tile(x.dtype)
+        return x if self.in_tiles else super().forward(x)
+
+    def tile(self, dtype):
+        """How many tokens' logits take `LOSS_TILE_BYTES`, the same on all ranks."""
+        wide = torch.promote_types(dtype, torch.float32)
+        widest = -(-self.full_size // self.get_group().size())
+        return max(1, LOSS_TILE_BYTES // (widest * wide.itemsize))
+
+
+def expect_loss(model, args, kwargs):
+    """A pre-hook: tell the LM head whether the model was given labels."""
+    given = inspect.signature(model.forward).bind(*args, **kwargs).arguments
+    model.lm_head.wants_loss = given.get("labels") is not None
+
+
+def expect_no_loss(model, args, output):
+    """A hook: of what is no longer logits, nothing is returned; the LM head is as before."""
+    head = model.lm_head
+    if head.in_tiles and isinstance(output, tuple):  # return_dict=False: the loss comes first
+        output = output[0], None, *output[2:]
+    elif head.in_tiles and output is not None:  # None: the forward has failed
+        output.logits = None
+    head.wants_loss = head.in_tiles = False
+    return output
 
 
 class VocabParallelCrossEntropy(torch.autograd.Function):
@@ -226,17 +274,70 @@ def vocab_parallel_cross_entropy(
     return losses.sum() / is_label.sum() if reduction == "mean" else losses.sum()
 
 
-def sum_of_vocab_parallel_losses(logits, targets, rows, group, ignore_index=-100):
-    """Sum over tokens of the cross-entropy, on all ranks; (B, S, V/P), (B, S) -> a scalar."""
-    return vocab_parallel_cross_entropy(logits, targets, group, ignore_index, "sum", rows)
+class TiledVocabParallelLoss(torch.autograd.Function):
+    """LM head and sum of the cross-entropies, a tile of tokens after another, and their gradient.
+
+                per rank        forward                         backward
+    x           (T, H)          of each tile logits, (t, V/P),  dx times dy
+    weight      (V/P, H)        their losses, and dx, dweight   dweight times dy
+
+    Gradients are made at once, so that no logits are kept. dweight is added up in float32 at least.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, targets, rows, group, ignore_index, tile):
+        wide = torch.promote_types(x.dtype, torch.float32)
+        total = x.new_zeros((), dtype=wide)
+        train_x, train_weight = ctx.needs_input_grad[:2]
+        dx = torch.empty_like(x) if train_x else None
+        dweight = torch.zeros_like(weight, dtype=wide) if train_weight else None
+        for first in range(0, len(x), tile):
+            tokens = slice(first, first + tile)
+            h = x[tokens].detach().requires_grad_(train_x)
+            w = weight.detach().requires_grad_(train_weight)
+            with torch.enable_grad():
+                logits, of_tile = F.linear(h, w), (targets[tokens], group, ignore_index)
+                loss = vocab_parallel_cross_entropy(logits, *of_tile, "sum", rows)
+            total += loss.detach()
+            wanted = [t for t in (h, w) if t.requires_grad]
+            grads = list(torch.autograd.grad(loss, wanted)) if wanted else []
+            if train_weight:
+                dweight += grads.pop()
+            if train_x:
+                dx[tokens] = grads.pop()
+            del logits, loss, grads  # before the next tile's
+        ctx.save_for_backward(dx, dweight)
+        ctx.dtype = weight.dtype
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        dx, dweight = (t if t is None else t * grad for t in ctx.saved_tensors)
+        dweight = dweight if dweight is None else dweight.to(ctx.dtype)
+        return dx, dweight, None, None, None, None, None
+
+
+def sum_of_vocab_parallel_losses(model, logits, targets, ignore_index=-100):
+    """Sum over tokens of the cross-entropy, on all ranks; (B, S, V/P), (B, S) -> a scalar.
+
+    Or of hidden states (B, S, H), where the LM head has passed them on.
+    """
+    head = model.lm_head
+    group, rows = head.get_group(), head.rows
+    if not head.in_tiles:
+        return vocab_parallel_cross_entropy(logits, targets, group, ignore_index, "sum", rows)
+    x, tile = logits.flatten(0, -2), head.tile(logits.dtype)
+    return TiledVocabParallelLoss.apply(
+        x, head.weight, targets.flatten(), rows, group, ignore_index, tile
+    )
 
 
 def vocab_parallel_loss(
+    model,
     logits,
     labels,
     vocab_size,
-    rows,
-    group,
     ignore_index=-100,
     num_items_in_batch=None,
     shift_labels=None,
@@ -253,7 +354,7 @@ def vocab_parallel_loss(
     count = num_items_in_batch
     if count is None:
         count = (targets != ignore_index).sum()
-    return sum_of_vocab_parallel_losses(logits, targets, rows, group, ignore_index) / count
+    return sum_of_vocab_parallel_losses(model, logits, targets, ignore_index) / count
 
 
 # ---------------------------------------------------------------- what is shown with it

@@ -74,6 +74,16 @@ def test_compiled(dtype, nproc, odd_llama, tmp_path):
     assert result.code == 0 and result.out.count("full model: ok") == nproc, result.tail()
 
 
+@pytest.mark.parametrize(
+    ("nproc", "dtype"),
+    [(3, "float64"), *(pytest.param(*of, marks=STRESS) for of in (
+        (1, "float32"), (2, "float32"), (4, "float32"), (4, "float64")))],
+)  # fmt: skip
+def test_loss_in_tiles(nproc, dtype, odd_llama, tmp_path):
+    result = full_model(tmp_path, odd_llama, nproc, dtype, "in_tiles")
+    assert result.code == 0 and result.out.count("full model: ok") == nproc, result.tail()
+
+
 @pytest.mark.parametrize("nproc", [3, *(pytest.param(n, marks=STRESS) for n in (2, 4))])
 def test_functions(nproc, odd_llama, tmp_path):
     """Attention and cross-entropy as functions of tensors and a group, without a model."""
@@ -126,6 +136,14 @@ BUGS = {
     "a slice stands for the whole": (
         "full TP", 2, "full_model.py", 'return f"{name} {[(part.start, part.stop) for',
         'return f"{name} {[0 * (part.start, part.stop) for', "differ between ranks|norm",
+    ),
+    "the last tile's gradient alone": (
+        "in_tiles TP", 2, "tp_llama.py", "dweight += grads.pop()", "dweight.copy_(grads.pop())",
+        "embed_tokens.weight, 1 bytes|lm_head.weight, 1 bytes",
+    ),
+    "tiles whose loss is a mean": (
+        "in_tiles TP", 2, "tp_llama.py", '*of_tile, "sum", rows)', '*of_tile, "mean", rows)',
+        "loss in tiles of 1 bytes",
     ),
     "a rank's own norm": (
         "full TP", 2, "full_model.py", "for one, count in zip(everyone, counts",

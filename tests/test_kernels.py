@@ -5,9 +5,19 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from harness import attention
 from utils import kernels
-from utils.kernels import attend, attend_backward, bias_of, plain, plain_backward
+from utils.kernels import (
+    attend,
+    attend_backward,
+    bias_of,
+    cudnn_is_right,
+    kernel_of,
+    plain,
+    plain_backward,
+)
 
 B, N, K, S, D = 2, 6, 3, 37, 16
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: its kernels are not run")
@@ -102,6 +112,122 @@ def test_old_cpu_kernel(dtype, masked, monkeypatch):
     """As with a PyTorch whose kernel wants a KV head for each query head."""
     monkeypatch.setattr(kernels, "cpu_kernel_supports_gqa", lambda: False)
     test_layouts("cpu", dtype, masked)
+
+
+# ---------------------------------------------------------------- which kernel
+
+BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+# (capability, dtype, D, queries, keys, causal, bias): the kernel.
+CHOICES = {
+    ((9, 0), F64, 64, 512, 512, True, False): "plain",
+    ((9, 0), BF16, 60, 512, 512, True, False): "plain",
+    ((7, 5), BF16, 64, 512, 512, True, False): "plain",
+    ((9, 0), BF16, 64, 512, 512, True, False): "cudnn",
+    ((9, 0), BF16, 128, 131, 131, True, False): "cudnn",
+    ((9, 0), BF16, 64, 256, 128, False, False): "cudnn",
+    ((9, 0), BF16, 64, 256, 192, False, False): "flash",  # keys that end within a tile
+    ((9, 0), BF16, 64, 192, 128, False, False): "flash",
+    ((9, 0), BF16, 64, 256, 128, True, False): "flash",
+    ((9, 0), BF16, 64, 1, 128, False, False): "flash",  # a token that is decoded
+    ((9, 0), BF16, 64, 127, 127, True, False): "flash",
+    ((9, 0), BF16, 136, 512, 512, True, False): "flash",
+    ((8, 0), BF16, 64, 512, 512, True, False): "flash",
+    ((10, 0), BF16, 64, 512, 512, True, False): "flash",  # wrong there with few KV heads
+    ((9, 0), F16, 64, 512, 512, True, False): "flash",
+    ((9, 0), BF16, 64, 512, 512, True, True): "efficient",
+    ((9, 0), BF16, 264, 512, 512, True, False): "efficient",
+    ((9, 0), F32, 64, 512, 512, True, False): "efficient",
+    ((7, 5), F16, 64, 512, 512, True, False): "efficient",
+}
+
+
+def on_gpu(dtype, D, *lengths):
+    """What `kernel_of` looks at of tensors (1, 2, length, D) on a GPU, without one."""
+    device = SimpleNamespace(type="cuda")
+    return [SimpleNamespace(device=device, dtype=dtype, shape=(1, 2, S, D)) for S in lengths]
+
+
+@pytest.mark.parametrize("case", CHOICES)
+def test_which_kernel(case, monkeypatch):
+    """The table in `kernel_of`, row by row, on GPUs that are not here."""
+    capability, dtype, D, S, T, causal, biased = case
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    q, k = on_gpu(dtype, D, S, T)
+    bias = q if biased else None
+    assert kernel_of(q, k, causal, bias) == CHOICES[case]
+    assert cudnn_is_right(q, k, causal, bias) == (CHOICES[case] == "cudnn")
+    q, k = (torch.empty(t.shape, dtype=dtype) for t in (q, k))
+    assert kernel_of(q, k, causal) == "cpu" and not cudnn_is_right(q, k, causal)
+
+
+def test_not_by_cudnn_where_bits_must_be_the_same(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    q, k = on_gpu(BF16, 64, 512, 512)
+    assert kernel_of(q, k) == "flash"
+
+
+@pytest.mark.parametrize("kind", ["flash", "cudnn", "efficient"])
+def test_arguments_of_gpu_kernels(kind, monkeypatch):
+    """They are called by their schemas, forward and backward: of shapes alone, without a GPU."""
+    monkeypatch.setattr(kernels, "kernel_of", lambda *_: kind)
+    q, k, v = (torch.empty(B, n, 256, 64, dtype=BF16, device="meta") for n in (N, K, K))
+    o, lse, rest = attend(q, k, v)
+    assert o.shape == q.shape and lse.shape == q.shape[:3] and lse.dtype == F32
+    gradients = attend_backward(torch.empty_like(o), q, k, v, o, lse, rest)
+    assert [g.shape for g in gradients] == [t.shape for t in (q, k, v)]
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_hugging_faces_attention(right, monkeypatch):
+    """Its call is the same but for the kernels that PyTorch may take in it."""
+    monkeypatch.setattr(attention, "cudnn_is_right", lambda *_: right)
+    allowed = []
+
+    def before(*args, **kwargs):
+        allowed.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return sdpa_attention_forward(*args, **kwargs)
+
+    (q, k, v), _, _ = problem(F32, "cpu", False)
+    module = SimpleNamespace(is_causal=True, num_key_value_groups=N // K)
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        o, _ = attention.sdpa(before, module, q, k, v, None, scaling=D**-0.5)
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(True)
+    assert allowed == [right]
+    assert torch.equal(o, sdpa_attention_forward(module, q, k, v, None, scaling=D**-0.5)[0])
+
+
+HOPPER = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,
+    reason="no GPU of capability 9: cuDNN's kernels are not run",
+)
+
+
+@HOPPER
+@pytest.mark.parametrize("lengths", [(131, 131), (192, 192), (256, 256), (256, 128), (128, 384)])
+@pytest.mark.parametrize("low", [False, True])
+def test_cudnn(lengths, low):
+    """Its numbers are the plain ones; also in rows whose log-sum-exps are far below 0.
+
+    There an exponential of what lies behind the last key is infinite (pytorch issue 196678).
+    """
+    S, T = lengths
+    generator = torch.Generator().manual_seed(0)
+    shapes = (B, N, S, 64), (B, K, T, 64), (B, K, T, 64), (B, N, S, 64)
+    q, k, v, grad = (torch.randn(shape, generator=generator).cuda().bfloat16() for shape in shapes)
+    if low:
+        q[..., 0], k[..., 0] = 1, -120 * 8
+    causal = S == T
+    assert kernel_of(q, k, causal) == "cudnn"
+    o, lse, rest = attend(q, k, v, causal)
+    results = o, lse, *attend_backward(grad, q, k, v, o, lse, rest, causal)
+    q, k, v, grad = (t.double() for t in (q, k, v, grad))
+    exact = plain(q, k, v, causal, None)
+    exact += tuple(plain_backward(grad, q, k, v, *exact, causal, None))
+    assert_near(results, exact, BF16)
 
 
 # ---------------------------------------------------------------- a GPU kernel as it reads memory

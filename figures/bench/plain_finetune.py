@@ -16,6 +16,7 @@ import torch
 from peft import PromptTuningConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from harness.attention import use_cudnn_where_right
 from harness.environment import check_writable
 from harness.measure import is_for_memory, limited_memory, peak_memory_of_process
 from loading.presets import PRESETS
@@ -37,7 +38,7 @@ def main():
     args = parser.parse_args()
     check_writable(args.json)
     device = torch.device(args.device)
-    torch.backends.cuda.enable_cudnn_sdp(False)  # as in the scripts that it is compared with
+    use_cudnn_where_right()  # as in the scripts that it is compared with
     torch.manual_seed(1337)
     config = LlamaConfig(**PRESETS[args.model.removeprefix("random/")])
     torch.set_default_dtype(getattr(torch, args.dtype))  # made in another, it would leave holes

@@ -189,8 +189,6 @@ def choose_device(wanted, shared=False):
         torch.backends.cuda.matmul.fp32_precision = "ieee"
     else:
         torch.set_float32_matmul_precision("highest")  # deprecated where there is the other
-    # cuDNN's attention may give NaN where a row is masked altogether (pytorch issue 196678).
-    torch.backends.cuda.enable_cudnn_sdp(False)
     # PyTorch 2.7.0 may hang in NCCL's non-blocking mode (pytorch issue 153960). NVSwitch's sums may
     # differ from one call to the next: what is compared to the bit would not agree.
     os.environ.setdefault("TORCH_NCCL_USE_COMM_NONBLOCKING", "0")

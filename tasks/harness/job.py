@@ -16,6 +16,7 @@ import torch.distributed as dist
 from packaging.version import Version
 from torch.distributed.device_mesh import DeviceMesh
 
+from harness.attention import kernels_of, use_cudnn_where_right
 from harness.checks import Comparison
 from harness.compiling import compile_layers, time_first_forward
 from harness.environment import (
@@ -63,6 +64,8 @@ def start(args, body, init_process_group=dist.init_process_group):
     world_size = read_environment()
     check_writable(args.json)
     device, notice = choose_device(args.device, args.share_gpus)
+    if device.type == "cuda":
+        use_cudnn_where_right()
     end_with_torchrun()
     store, rank = join_store() if world_size > 1 else (dist.HashStore(), 0)
     if world_size == 1:
@@ -160,7 +163,7 @@ class Run(Comparison):
         self.watch = watch
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.checks, self.compared, self.results = [], {}, {}
-        self.mark = "T"
+        self.mark, self.kernels = "T", None
         collectives.PRECISE = args.precise
         torch.manual_seed(args.seed)
 
@@ -296,6 +299,12 @@ class Run(Comparison):
         source = self.together(lambda: Source(name, self.num_layers, self.seed, self.kinds))
         config = source.config
         self.longest_sum = max(config.vocab_size, mlp_units(config), config.hidden_size)
+        if self.device.type == "cuda":
+            head_dim = getattr(config, "head_dim", None)
+            head_dim = head_dim or config.hidden_size // config.num_attention_heads
+            self.kernels = kernels_of(self.device, self.dtype, head_dim)
+            said = ", ".join(f"{calls}: {kernel}" for calls, kernel in self.kernels.items())
+            self.print0(f"note: attention's kernels are {said}")
         if is_remote(name):
             self.print0(f"{name} is cached in {source.directory}")
         if any(source.dropout.values()):
@@ -371,7 +380,7 @@ class Run(Comparison):
         }  # fmt: skip
         if self.device.type == "cuda":  # see `choose_device`
             record |= {"gpu": torch.cuda.get_device_name(self.device),
-                       "cudnn_attention": torch.backends.cuda.cudnn_sdp_enabled(),
+                       "attention": self.kernels,
                        "nccl": nccl_version() if dist.get_backend() == "nccl" else None,
                        "NCCL_NVLS_ENABLE": os.environ["NCCL_NVLS_ENABLE"]}  # fmt: skip
         path = self.json.resolve()

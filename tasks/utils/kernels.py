@@ -19,10 +19,23 @@ ATTENTION_OPS = [
     aten._scaled_dot_product_cudnn_attention.default,
 ]
 EFFICIENT_ROWS = 32  # the efficient kernel's log-sum-exps are padded to a multiple of it
+CUDNN_TILE = 128  # rows that cuDNN's kernels take at a time
 
 
-def kernel_of(q, bias=None):
-    """Which of the kernels below takes queries like these."""
+def kernel_of(q, k, causal=True, bias=None):
+    """Which kernel takes q (B, n, S, D) and k (B, k, T, D), forward and backward.
+
+        device  dtype               heads       what is seen                kernel
+        cpu     any                 any         anything                    cpu
+        cuda    float64             any         anything                    plain, written out below
+                any                 D % 8       anything                    plain
+                bfloat16            any         anything, GPUs before 8.0   plain
+                bfloat16            D <= 128    see `cudnn_is_right`        cudnn
+                bfloat16, float16   D <= 256    no bias, GPUs from 8.0 on   flash
+                others                                                      efficient
+
+    (8.0: the GPU's compute capability.)
+    """
     if q.device.type == "cpu":
         return "cpu"
     if q.dtype == torch.float64 or q.shape[-1] % 8:
@@ -30,8 +43,30 @@ def kernel_of(q, bias=None):
     new = torch.cuda.get_device_capability(q.device) >= (8, 0)
     if q.dtype == torch.bfloat16 and not new:  # of which older GPUs have no kernel
         return "plain"
+    if cudnn_is_right(q, k, causal, bias):
+        return "cudnn"
     half = q.dtype.itemsize == 2 and bias is None and q.shape[-1] <= 256
     return "flash" if half and new else "efficient"
+
+
+def cudnn_is_right(q, k, causal=True, bias=None):
+    """Whether cuDNN's kernels are right here, and quicker: a third or more on an H200.
+
+    Without a bias, bfloat16, D <= 128, and 128 queries or more; causal over as many keys, or both
+    in whole tiles of 128. Not elsewhere, because of these errors, which no check of shapes finds:
+    in rows that see little, with a bias, or with keys that end within a tile, gradients may be NaN
+    (pytorch issue 196678, cudnn-frontend issue 1072); on Blackwell numbers may be wrong where KV
+    heads are few (pytorch issue 193893), so GPUs of capability 9 alone. Its backward adds in any
+    order, so not with deterministic algorithms.
+    """
+    if q.device.type != "cuda" or q.dtype != torch.bfloat16 or bias is not None:
+        return False
+    if torch.cuda.get_device_capability(q.device)[0] != 9 or q.shape[-1] > 128 or q.shape[-1] % 8:
+        return False
+    S, T = q.shape[2], k.shape[2]
+    whole_tiles = S % CUDNN_TILE == 0 and T % CUDNN_TILE == 0
+    shapes = S >= CUDNN_TILE and (S == T if causal else whole_tiles)
+    return shapes and not torch.are_deterministic_algorithms_enabled()
 
 
 def for_all(keys, heads):
@@ -70,7 +105,7 @@ def bias_of(seen, like):
 
 def as_taken(kernel, heads, *keys):
     """KV heads (B, k, T, D) as a kernel takes them: as they are, or one for each query head."""
-    grouped = kernel == "flash" or (kernel == "cpu" and cpu_kernel_supports_gqa())
+    grouped = kernel in ("flash", "cudnn") or (kernel == "cpu" and cpu_kernel_supports_gqa())
     return keys if grouped else [for_all(t, heads) for t in keys]
 
 
@@ -81,6 +116,11 @@ def contiguous_last_dim(*tensors):
     an expanded gradient, say, as `.sum()` gives it.
     """
     return [t if t.stride(-1) == 1 else t.contiguous() for t in tensors]
+
+
+def materialized(*tensors):
+    """Tensors none of which has a stride of 0, as expanded ones have: cuDNN takes no such."""
+    return [t.contiguous() if 0 in t.stride() else t for t in tensors]
 
 
 def heads_last(t):
@@ -95,7 +135,8 @@ def attend(q, k, v, causal=True, bias=None):
     added to the scores, and says all of what is seen (see `bias_of`). rest: what `attend_backward`
     takes besides. A query that sees nothing gets 0, and a log-sum-exp that means nothing.
     """
-    kernel, causal = kernel_of(q, bias), causal and bias is None
+    causal = causal and bias is None
+    kernel = kernel_of(q, k, causal, bias)
     q, k, v = contiguous_last_dim(q, k, v)
     if kernel == "plain":
         return *plain(q, k, v, causal, bias), ()
@@ -106,6 +147,10 @@ def attend(q, k, v, causal=True, bias=None):
     if kernel == "flash":
         o, lse, *rest = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[:8]
         return o, lse, rest
+    if kernel == "cudnn":
+        cudnn = aten._scaled_dot_product_cudnn_attention
+        o, lse, *rest = cudnn(*materialized(q, k, v), None, True, 0.0, causal)[:8]
+        return o, lse[..., 0], rest  # (B, n, S, 1)
     bias = None if bias is None else bias.expand(len(q), q.shape[1], -1, -1)
     efficient = aten._scaled_dot_product_efficient_attention
     o, lse, *rest = efficient(q, k, v, bias, True, 0.0, causal)
@@ -119,7 +164,8 @@ def attend_backward(grad, q, k, v, o, lse, rest=(), causal=True, bias=None):
     that block's exact gradients, since with the full lse, exp(scores - lse) is the true softmax.
     Each tensor may lie in memory in any way.
     """
-    kernel, num_kv_heads, causal = kernel_of(q, bias), k.shape[1], causal and bias is None
+    num_kv_heads, causal = k.shape[1], causal and bias is None
+    kernel = kernel_of(q, k, causal, bias)
     grad, q, k, v, o = contiguous_last_dim(grad, q, k, v, o)
     if kernel == "plain":
         return plain_backward(grad, q, k, v, o, lse, causal, bias)
@@ -132,6 +178,10 @@ def attend_backward(grad, q, k, v, o, lse, rest=(), causal=True, bias=None):
     if kernel == "flash":
         backward = aten._scaled_dot_product_flash_attention_backward
         return backward(grad, q, k, v, o, lse, *rest[:4], 0.0, causal, *rest[4:])
+    if kernel == "cudnn":
+        backward = aten._scaled_dot_product_cudnn_attention_backward
+        tensors, seeds = materialized(grad, q, k, v, o), rest[4:]
+        return backward(*tensors, lse[..., None], *seeds, None, *rest[:4], 0.0, causal)
     bias = None if bias is None else bias.expand(len(q), q.shape[1], -1, -1)
     lse = F.pad(lse, (0, -lse.shape[-1] % EFFICIENT_ROWS), value=torch.inf)
     o = heads_last(o)  # for bfloat16 the kernel reads it so, whatever its strides

@@ -27,6 +27,7 @@ from transformers import AutoModelForCausalLM
 
 sys.path.insert(0, sys.argv[1])
 
+import tp_llama
 from checkpoints.sharded_checkpoint import load_training_state, save_training_state
 from data_parallel import shard_fully
 from dtensor_llama import dtensor_parallelize
@@ -340,6 +341,51 @@ def resume(name, split, step_of, ids, folder):
         for path in folder.glob("*/step-*"):
             shutil.rmtree(path)
     dist.barrier()
+
+
+def in_tiles(name, split, step_of, ids, folder):
+    """A loss whose logits are made some tokens at a time is the whole one, and so are gradients."""
+    if "TP" not in name or "alone" in name:
+        return
+    labels = ids.clone()
+    labels[:, ::5] = -100
+    whole = ordinary()
+    logits = whole(input_ids=ids, use_cache=False).logits[:, :-1].flatten(0, 1)
+    count = (labels[:, 1:] != -100).sum()
+    expected = torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten())
+    expected.backward()
+
+    def loss_of(model, **kwargs):
+        return model(input_ids=ids, labels=labels, use_cache=False, **kwargs)
+
+    for size in 2**28, 1, 5000:
+        tp_llama.LOSS_TILE_BYTES = size
+        model = split(ordinary())
+        output = loss_of(model)
+        assert (output.logits is None) == (size < 2**28), name
+        close(output.loss, expected, f"{name}: loss in tiles of {size} bytes")
+        output.loss.backward(retain_graph=True)
+        if "Ulysses" in name or "DP" in name:
+            continue  # their gradients are to be summed: what is theirs is in no tile
+        for times in 1, 2:
+            for key, parameter in model.named_parameters():
+                grad = times * whole.get_parameter(key).grad[shard_of(parameter)]
+                close(local_part(parameter.grad, parameter), grad, f"{name}: {key}, {size} bytes")
+            if times == 1:
+                output.loss.backward()
+        with torch.no_grad():
+            close(loss_of(model, num_items_in_batch=2 * count).loss, expected / 2, f"{name}: half")
+        assert loss_of(model, return_dict=False)[0].equal(output.loss), name
+        assert model(ids[:, :3]).logits.shape[-1] == whole.config.vocab_size, f"{name}: logits"
+        refused(partial(model, input_ids=ids, labels=labels[:, :3]), "labels are")
+        assert model.lm_head(torch.ones(2, 3, model.config.hidden_size, dtype=DTYPE)).shape[-1] \
+            == len(model.lm_head.weight), f"{name}: the head by itself"  # fmt: skip
+        model.lm_head.weight.requires_grad_(False)
+        model.zero_grad()
+        loss_of(model).loss.backward()
+        key = "model.norm.weight"
+        grad = whole.get_parameter(key).grad
+        close(model.get_parameter(key).grad, grad, f"{name}: {key}, frozen head")
 
 
 def functions(folder):

@@ -1,0 +1,51 @@
+"""Which of a GPU's attention kernels a run takes, in Hugging Face's models, too."""
+
+from functools import partial
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from utils.kernels import bias_of, cudnn_is_right, kernel_of
+
+# In this order: each takes what those before it do not.
+WITH_CUDNN = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
+NAMES = {"cudnn": "cuDNN", "plain": "matrix products"}
+
+
+def use_cudnn_where_right():
+    """Have Hugging Face's attention by cuDNN's kernels where `cudnn_is_right`, and nowhere else.
+
+    PyTorch would take them elsewhere, too. Changes a setting of PyTorch and an entry of
+    transformers, for the whole process.
+    """
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    before = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    ALL_ATTENTION_FUNCTIONS["sdpa"] = partial(sdpa, before)
+
+
+def sdpa(before, module, query, key, value, attention_mask, *args, is_causal=None, **kwargs):
+    """Hugging Face's attention, `before`, whose kernel is chosen here; arguments as it has them."""
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    attend = partial(before, module, query, key, value, attention_mask, *args, **kwargs)
+    if kwargs.get("dropout") or not cudnn_is_right(query, key, causal, attention_mask):
+        return attend(is_causal=is_causal)
+    with sdpa_kernel(WITH_CUDNN, set_priority=True):
+        return attend(is_causal=is_causal)
+
+
+def kernels_of(device, dtype, head_dim):
+    """{calls: the kernel that takes them}, for a model's heads on a GPU. See `kernel_of`."""
+    long, short = (torch.empty(1, 1, S, head_dim, dtype=dtype, device=device) for S in (1024, 16))
+    seen = torch.ones(1, 1, 16, 16, dtype=torch.bool, device=device)
+    kernels = {
+        "causal": kernel_of(long, long),
+        "causal, short": kernel_of(short, short),
+        "masked": kernel_of(short, short, bias=bias_of(seen, short)),
+    }
+    return {calls: NAMES.get(kernel, kernel) for calls, kernel in kernels.items()}
