@@ -28,7 +28,6 @@ import inspect
 from types import MethodType
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
@@ -274,50 +273,6 @@ def vocab_parallel_cross_entropy(
     return losses.sum() / is_label.sum() if reduction == "mean" else losses.sum()
 
 
-class TiledVocabParallelLoss(torch.autograd.Function):
-    """LM head and sum of the cross-entropies, a tile of tokens after another, and their gradient.
-
-                per rank        forward                         backward
-    x           (T, H)          of each tile logits, (t, V/P),  dx times dy
-    weight      (V/P, H)        their losses, and dx, dweight   dweight times dy
-
-    Gradients are made at once, so that no logits are kept. dweight is added up in float32 at least.
-    """
-
-    @staticmethod
-    def forward(ctx, x, weight, targets, rows, group, ignore_index, tile):
-        wide = torch.promote_types(x.dtype, torch.float32)
-        total = x.new_zeros((), dtype=wide)
-        train_x, train_weight = ctx.needs_input_grad[:2]
-        dx = torch.empty_like(x) if train_x else None
-        dweight = torch.zeros_like(weight, dtype=wide) if train_weight else None
-        for first in range(0, len(x), tile):
-            tokens = slice(first, first + tile)
-            h = x[tokens].detach().requires_grad_(train_x)
-            w = weight.detach().requires_grad_(train_weight)
-            with torch.enable_grad():
-                logits, of_tile = F.linear(h, w), (targets[tokens], group, ignore_index)
-                loss = vocab_parallel_cross_entropy(logits, *of_tile, "sum", rows)
-            total += loss.detach()
-            wanted = [t for t in (h, w) if t.requires_grad]
-            grads = list(torch.autograd.grad(loss, wanted)) if wanted else []
-            if train_weight:
-                dweight += grads.pop()
-            if train_x:
-                dx[tokens] = grads.pop()
-            del logits, loss, grads  # before the next tile's
-        ctx.save_for_backward(dx, dweight)
-        ctx.dtype = weight.dtype
-        return total
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        dx, dweight = (t if t is None else t * grad for t in ctx.saved_tensors)
-        dweight = dweight if dweight is None else dweight.to(ctx.dtype)
-        return dx, dweight, None, None, None, None, None
-
-
 def sum_of_vocab_parallel_losses(model, logits, targets, ignore_index=-100):
     """Sum over tokens of the cross-entropy, on all ranks; (B, S, V/P), (B, S) -> a scalar.
 
@@ -327,10 +282,11 @@ def sum_of_vocab_parallel_losses(model, logits, targets, ignore_index=-100):
     group, rows = head.get_group(), head.rows
     if not head.in_tiles:
         return vocab_parallel_cross_entropy(logits, targets, group, ignore_index, "sum", rows)
+    from memory.tiled_vocabulary import TiledVocabParallelLoss
+
     x, tile = logits.flatten(0, -2), head.tile(logits.dtype)
-    return TiledVocabParallelLoss.apply(
-        x, head.weight, targets.flatten(), rows, group, ignore_index, tile
-    )
+    of_tokens = targets.flatten(), rows, group, ignore_index, tile
+    return TiledVocabParallelLoss.apply(x, head.weight, *of_tokens)
 
 
 def vocab_parallel_loss(

@@ -138,11 +138,13 @@ BUGS = {
         'return f"{name} {[0 * (part.start, part.stop) for', "differ between ranks|norm",
     ),
     "the last tile's gradient alone": (
-        "in_tiles TP", 2, "tp_llama.py", "dweight += grads.pop()", "dweight.copy_(grads.pop())",
+        "in_tiles TP", 2, "tiled_vocabulary.py", "dweight += grads.pop()",
+        "dweight.copy_(grads.pop())",
         "embed_tokens.weight, 1 bytes|lm_head.weight, 1 bytes",
     ),
     "tiles whose loss is a mean": (
-        "in_tiles TP", 2, "tp_llama.py", '*of_tile, "sum", rows)', '*of_tile, "mean", rows)',
+        "in_tiles TP", 2, "tiled_vocabulary.py", '*of_tile, "sum", rows)',
+        '*of_tile, "mean", rows)',
         "loss in tiles of 1 bytes",
     ),
     "a rank's own norm": (

@@ -19,7 +19,7 @@ TECHNIQUES = {
     "sequence_parallelize": ("ulysses_forward", LINES),
     "shard_loss": ("ulysses_finetune", 1600),  # with Task 4's
     "generate": ("kv_cache", LINES),
-    "ring_parallelize": ("ring_attention", 1550),  # twice: simplest form, and whole
+    "ring_parallelize": ("ring_attention", 1600),  # twice: simplest form, and whole
     "parallelize_tp_sp": ("tp_ulysses", 1750),  # Tasks 2 and 4
     "Pipeline": ("pipeline_llama", 1200),
     "Pipe": ("pipeline_threads", LINES),

@@ -1,1 +1,1 @@
-"""Task 5's memory techniques: `long_sequence.py` puts them together."""
+"""What saves memory: Task 5's techniques, which `long_sequence.py` puts together; Task 2's loss."""

@@ -1,0 +1,55 @@
+"""The loss of Task 2's vocabulary in slices, a few tokens at a time: see `VocabParallelHead`.
+
+Logits are V/P numbers a token on each rank, held three times over a step (themselves, their softmax
+in float32, its gradient), where a hidden state takes H. Source: ALST, arXiv 2506.13996, section 3.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+
+from tp_llama import vocab_parallel_cross_entropy
+
+
+class TiledVocabParallelLoss(torch.autograd.Function):
+    """LM head and sum of the cross-entropies, a tile of tokens after another, and their gradient.
+
+                per rank        forward                         backward
+    x           (T, H)          of each tile logits, (t, V/P),  dx times dy
+    weight      (V/P, H)        their losses, and dx, dweight   dweight times dy
+
+    Gradients are made at once, so that no logits are kept. dweight is added up in float32 at least.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, targets, rows, group, ignore_index, tile):
+        wide = torch.promote_types(x.dtype, torch.float32)
+        total = x.new_zeros((), dtype=wide)
+        train_x, train_weight = ctx.needs_input_grad[:2]
+        dx = torch.empty_like(x) if train_x else None
+        dweight = torch.zeros_like(weight, dtype=wide) if train_weight else None
+        for first in range(0, len(x), tile):
+            tokens = slice(first, first + tile)
+            h = x[tokens].detach().requires_grad_(train_x)
+            w = weight.detach().requires_grad_(train_weight)
+            with torch.enable_grad():
+                logits, of_tile = F.linear(h, w), (targets[tokens], group, ignore_index)
+                loss = vocab_parallel_cross_entropy(logits, *of_tile, "sum", rows)
+            total += loss.detach()
+            wanted = [t for t in (h, w) if t.requires_grad]
+            grads = list(torch.autograd.grad(loss, wanted)) if wanted else []
+            if train_weight:
+                dweight += grads.pop()
+            if train_x:
+                dx[tokens] = grads.pop()
+            del logits, loss, grads  # before the next tile's
+        ctx.save_for_backward(dx, dweight)
+        ctx.dtype = weight.dtype
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        dx, dweight = (t if t is None else t * grad for t in ctx.saved_tensors)
+        dweight = dweight if dweight is None else dweight.to(ctx.dtype)
+        return dx, dweight, None, None, None, None, None
