@@ -62,7 +62,9 @@ def trained(split):
 
 
 def tp_llama(of):
-    same_gradients(trained(of.tensor_parallelize(model(), mesh)))
+    for size in 2**28, 1:  # the loss in one, and in tiles
+        of.LOSS_TILE_BYTES = size
+        same_gradients(trained(of.tensor_parallelize(model(), mesh)))
 
 
 def tp_training(of):
