@@ -20,7 +20,7 @@ TECHNIQUES = {
     "shard_loss": ("ulysses_finetune", 1600),  # with Task 4's
     "generate": ("kv_cache", LINES),
     "ring_parallelize": ("ring_attention", 1600),  # twice: simplest form, and whole
-    "parallelize_tp_sp": ("tp_ulysses", 1750),  # Tasks 2 and 4
+    "parallelize_tp_sp": ("tp_ulysses", 1800),  # Tasks 2 and 4
     "Pipeline": ("pipeline_llama", 1200),
     "Pipe": ("pipeline_threads", LINES),
     "average_gradients": ("data_parallel", 1100),  # with the course's samples, and an epoch
