@@ -25,7 +25,8 @@ help:
 	@echo "make demo         every task, NPROC=$(NPROC) ranks, MODEL=$(MODEL), DTYPE=$(DTYPE)," \
 	  "DEVICE=$(DEVICE)"
 	@echo "make test-all     the tests; make test: the fast ones"
-	@echo "make stress       the long tests alone; make soak: fifty kills; make gpu rehearsed (an hour)"
+	@echo "make stress       a sixth of the long tests (PART=2/6: the next; PART=1/1: all, hours)"
+	@echo "make soak         fifty kills; make gpu rehearsed (an hour)"
 	@echo "make test-real    every task on a real model, SmolLM2-135M (93 MB are fetched)"
 	@echo "make test-course  the tests with the course's versions of transformers and peft"
 	@echo "make lift         a technique as one file: TASK=tp_llama OUT=file.py"
@@ -48,8 +49,10 @@ test: .venv/ready
 test-all: .venv/ready
 	$(BIN)/python -m pytest $(TEST_FLAGS) -m "not stress and not real"
 
+# PART=2/6: another part; PART=1/1: all of them.
+PART ?= 1/6
 stress: .venv/ready
-	$(BIN)/python -m pytest $(TEST_FLAGS) -m "stress and not real and not soak"
+	$(BIN)/python -m pytest $(TEST_FLAGS) -m "stress and not real and not soak" --part $(PART)
 
 soak: .venv/ready
 	$(BIN)/python -m pytest -q -rs --durations 5 -m soak

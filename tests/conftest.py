@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import time
+import zlib
 from collections import Counter
 from pathlib import Path
 
@@ -41,8 +42,25 @@ def read_only():
 QUICK = {"test_parts.py", "test_bad_input.py", "test_long_sequence.py", "test_readme.py"}
 
 
-def pytest_collection_modifyitems(items):
-    """`quick`: some files, and every script once, in float64 on 2 ranks. `gpu`: see pyproject."""
+def pytest_addoption(parser):
+    parser.addoption("--part", default="1/1", help="K/N: of the tests marked stress the K-th of N")
+
+
+def pytest_collection_modifyitems(config, items):
+    """`quick`: some files, and every script once, in float64 on 2 ranks. `gpu`: see pyproject.
+
+    --part deals the tests marked stress to N parts, by their names: all are in one of them.
+    """
+    part, parts = map(int, config.getoption("--part").split("/"))
+    others = [
+        item
+        for item in items
+        if item.get_closest_marker("stress")
+        and zlib.crc32(item.nodeid.encode()) % parts != part % parts
+    ]
+    if others:
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if item not in set(others)]
     for item in items:
         reasons = [mark.kwargs.get("reason", "") for mark in item.iter_markers("skipif")]
         if any(reason.startswith("no GPU") for reason in reasons):
