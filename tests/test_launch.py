@@ -164,6 +164,24 @@ def on_nodes(nodes, head, job, folder, args, nproc=1):
 BOTH = "tp_llama", "ulysses_finetune", "ring_attention", "tp_ulysses", "pretrain_2d"
 
 
+@pytest.mark.parametrize("way", ["by torchrun", "by single_node.sh"])
+def test_a_host_whose_name_does_not_resolve(way):
+    """As in many containers. By torchrun after what the README says to run once before."""
+    apart = ["unshare", "--map-root-user", "--uts", "bash", "-c"]
+    if launch.run([*apart, "true"]).code:
+        pytest.skip("no namespaces of host names here (unshare)")
+    (once,) = re.findall(r"`(export PET_LOCAL_ADDR=\S+)`", (launch.ROOT / "README.md").read_text())
+    task = " ".join(map(str, SMALL))
+    commands = {
+        "by torchrun": f"{once}; {FAST['TORCHRUN']} --standalone --nproc_per_node 2 {task}",
+        "by single_node.sh": f"launch/single_node.sh {task}",
+    }
+    command = f"hostname no-such-host-xyz; {commands[way]}"
+    env = FAST | {"NPROC": "2", "PET_LOCAL_ADDR": ""}
+    result = launch.run([*apart, f"unset PET_LOCAL_ADDR; {command}"], cwd=launch.ROOT, env=env)
+    assert result.code == 0 and "Tests passed (rank=1)" in result.out, result.tail()
+
+
 @pytest.mark.parametrize(
     ("script", "nproc"),
     [pytest.param(s, 1 + (s in BOTH), marks=pytest.mark.stress) for s in launch.SCRIPTS],
