@@ -27,6 +27,7 @@ from checkpoints.checkpoint import Checkpoints, begin, digest, finish, flush, ne
 from utils.errors import UserError
 from utils.full_model import gather_objects, parameters_of, rank_in
 from utils.gradients import local_part
+from utils.llama import rope_of, window_of
 from utils.shards import full_shape_of, shard_of
 
 STATES = "exp_avg", "exp_avg_sq"  # Adam's
@@ -265,6 +266,7 @@ def save_training_state(model, optimizer, folder, step, more=None, group=None, k
     parts = parts_of(gather_objects(regions_of(model), group))
     tensors, states = state_of(model, optimizer, parts, rank)
     record = {"step": step, "parts": parts, "more": more, "states": {}}
+    record["function"] = function_of(getattr(model, "config", None))
     for of_rank in gather_objects(states, group):
         record["states"] |= of_rank
     record["optimizer"] = type(optimizer).__name__
@@ -319,6 +321,10 @@ def load_training_state(model, optimizer, folder, group=None):
     saved = {name: full_shape(parts) for name, parts in record["parts"].items()}
     if "states" not in record or saved != shapes:
         raise UserError(f"{path}: of another model")
+    now = function_of(getattr(model, "config", None))
+    for name, value in record.get("function", {}).items():
+        if name in now and now[name] != value:
+            raise UserError(f"{path}: of another model: {name} was {value}, not {now[name]}")
     if record["optimizer"] != type(optimizer).__name__:
         raise UserError(f"{path}: of the optimizer {record['optimizer']}")
     groups = zip_longest(names_by_group(model, optimizer), record["groups"], fillvalue=())
@@ -331,6 +337,22 @@ def load_training_state(model, optimizer, folder, group=None):
         for key, value in settings.items():
             one[key] = tuple(value) if key in tuples else value
     return record["step"], record["more"]
+
+
+def function_of(config):
+    """{setting: value} of a configuration, of what the same weights may mean something else by.
+
+    As JSON has it, and alike in both generations of transformers. {} without a configuration.
+    """
+    if config is None:
+        return {}
+    rope = dict(rope_of(config))
+    theta = rope.pop("rope_theta", getattr(config, "rope_theta", None))
+    rope.setdefault("rope_type", rope.pop("type", "default"))
+    names = "model_type", "num_attention_heads", "num_key_value_heads", "rms_norm_eps", "hidden_act"
+    found = {name: getattr(config, name, None) for name in names}
+    found |= {"rope_theta": theta, "rope": rope, "sliding_window": window_of(config)}
+    return json.loads(json.dumps(found))
 
 
 def names_by_group(model, optimizer):

@@ -243,9 +243,12 @@ def save_pretrained(model, folder, max_shard_size="5GB", group=None):
     folder, found = Path(folder), describe(model, group)
     rank = rank_in(group)
     if is_adapter:
-        if any(len(one.parts) > 1 for one in found.values()):
-            raise ValueError("an adapter on a split model: only whole weights can have one")
-        error = attempt(lambda: model.save_pretrained(folder)) if rank == 0 else None
+        virtual = all(of.is_prompt_learning for of in model.peft_config.values())
+        if not virtual and any(len(one.parts) > 1 for one in found.values()):
+            raise ValueError("an adapter in layers that are split: only whole weights can have one")
+        # PEFT would ask for the model's state, of which virtual tokens are no part.
+        given = {"state_dict": {}, "save_embedding_layers": False} if virtual else {}
+        error = attempt(lambda: model.save_pretrained(folder, **given)) if rank == 0 else None
         return raise_together(error, folder, group)
     files, error = into_files(found, convert_file_size_to_int(max_shard_size)), None
     tensors = full_tensors(model, found, group)

@@ -478,6 +478,12 @@ def wrong_use(folder):
     refused(partial(save_training_state, *model, folder / "state", 3), "of a later step than 3")
     sgd = torch.optim.SGD(model[0].parameters(), 0.1, 0.9)
     refused(partial(load_training_state, model[0], sgd, folder / "state"), "of the optimizer AdamW")
+    eps = model[0].config.rms_norm_eps
+    model[0].config.rms_norm_eps = 2 * eps
+    said = f"of another model: rms_norm_eps was {eps}, not {2 * eps}"
+    refused(partial(load_training_state, *model, folder / "state"), said)
+    model[0].config.rms_norm_eps = eps
+    assert load_training_state(*model, folder / "state")[0] == 5
     model[0].config.pad_token_id, halves = 7, (1, model[0].config.num_hidden_layers)
     stage = copy.deepcopy(model[0])
     keep_stage(stage, halves, RANK)

@@ -9,6 +9,7 @@ refused with the message that it must have. Ends in an AssertionError otherwise.
 import copy
 import logging
 import sys
+import tempfile
 import warnings
 from functools import partial
 
@@ -31,6 +32,7 @@ from tp_ulysses import parallelize_tp_sp
 from ulysses_finetune import shard_loss
 from ulysses_forward import sequence_parallelize
 from utils import adapters
+from utils.full_model import save_pretrained
 from utils.replicas import sum_gradients
 
 CAUSAL = dict(task_type="CAUSAL_LM")
@@ -320,9 +322,17 @@ def main():
         # Prompts are: all ranks have the gradient, which no sum is needed for (over one rank).
         for name in PROMPTS:
             reference = reference_of(whole, RIGHT[name](), ids)
-            result = off(adapted(copy.deepcopy(model), RIGHT[name]()), reference, by_forward, ids,
-                         both["sp"])  # fmt: skip
+            prompt = adapted(copy.deepcopy(model), RIGHT[name]())
+            result = off(prompt, reference, by_forward, ids, both["sp"])
             say(f"right: {name} of slices {result:.0e}")
+            with tempfile.TemporaryDirectory() as folder:
+                save_pretrained(prompt, folder)
+                if dist.get_rank() == 0:  # plain PEFT opens what was saved
+                    again = peft.PeftModel.from_pretrained(copy.deepcopy(whole), folder)
+                    ours = prompt.get_prompt_embedding_to_save("default").float()
+                    theirs = again.prompt_encoder["default"].embedding.weight.float()
+                    assert ours.equal(theirs), f"{name} of slices, saved"
+                dist.barrier()
             assert result < 1e-10, (name, result)
     say("refused: slices")
 
