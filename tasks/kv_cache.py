@@ -42,6 +42,8 @@ from utils.partition import shard_heads
 FORWARD_TAKES = inspect.signature(LlamaModel.forward).parameters
 CACHE = "cache" if "cache" in FORWARD_TAKES else "past_key_values"
 
+WARM_UP = 3  # steps before one is recorded: libraries allocate what they need
+
 # ---------------------------------------------------------------- the technique
 
 
@@ -68,6 +70,77 @@ def generate(model, ids, mask, new_tokens, choose, cache=None):
         mask = F.pad(mask, (0, 1), value=1)
         x = torch.cat([x, row], dim=1) if cache is None else row
     return ids
+
+
+class DecodingStep:
+    """One more token of `generate`, with a StaticCache, in tensors that stay where they are.
+
+    Nothing here waits for the device or depends on how far the text is. So a CUDA graph can record
+    the step once, collectives included, and replay it for every token.
+
+    ids (B, length): the text so far, its first token behind the prompt included, and room for more.
+    at (1,): the place of its last token, which the cache does not have yet. row (B, 1, H): that
+    token's embedding. seen (B, 1, 1, length): what it may attend to.
+    """
+
+    def __init__(self, model, ids, mask, new_tokens, choose, cache):
+        """Take `generate`'s first step: the prompt, and the token behind it."""
+        self.model, self.choose, self.cache = model, choose, cache
+        self.at = torch.tensor([ids.shape[1]], device=ids.device)
+        ids = generate(model, ids, mask, 1, choose, cache)
+        self.row = model.get_input_embeddings()(ids[:, -1:])
+        self.positions = mask.sum(-1, keepdim=True)
+        self.ids = F.pad(ids, (0, new_tokens - 1))
+        self.seen = F.pad(mask, (0, new_tokens)).bool()[:, None, None]
+        self.seen.index_fill_(3, self.at, True)
+
+    @torch.no_grad()
+    def __call__(self):
+        place = {"cache_position": self.at} if "cache_position" in FORWARD_TAKES else {}
+        output = self.model.model(
+            inputs_embeds=self.row,
+            attention_mask=self.seen,
+            position_ids=self.positions,
+            use_cache=True,
+            **{CACHE: self.cache},
+            **place,
+        )
+        token, row = self.choose(self.model, self.model.lm_head(output.last_hidden_state))
+        for tensor in self.at, self.positions:
+            tensor.add_(1)
+        self.row.copy_(row)
+        self.ids.index_copy_(1, self.at, token)
+        self.seen.index_fill_(3, self.at, True)
+
+
+def generate_in_place(model, ids, mask, new_tokens, choose, cache, by_graph=True):
+    """As `generate`, with a StaticCache for all tokens.
+
+    by_graph: on a GPU, all tokens but the first few are replays of a CUDA graph.
+    """
+    step = DecodingStep(model, ids, mask, new_tokens, choose, cache)
+    eager = min(WARM_UP, new_tokens - 1) if by_graph else new_tokens - 1
+    for _ in range(eager):
+        step()
+    left = new_tokens - 1 - eager
+    run = recorded(step) if left else step
+    for _ in range(left):
+        run()
+    return step.ids
+
+
+def recorded(step):
+    """Record step() as a CUDA graph, without running it, and return what replays it.
+
+    On a CPU there are no graphs: it is the step itself.
+    """
+    if step.ids.device.type != "cuda":
+        return step
+    graph = torch.cuda.CUDAGraph()
+    # thread_local: NCCL's own thread may ask for events meanwhile.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        step()
+    return graph.replay
 
 
 def choose_from_full_logits(model, logits):
@@ -130,6 +203,10 @@ def check_generation(run, name, model, choose, prompts, count, expected, referen
     def by_loop(cache):
         return generate(model, ids, mask, count, choose, cache)
 
+    def in_place(cache):
+        # (Whether DTensor's collectives can be recorded has not been tried.)
+        return generate_in_place(model, ids, mask, count, choose, cache, name == "hand-made")
+
     def by_hf(cache):
         return harness.hf_generate(model, ids, count, attention_mask=mask, **{CACHE: cache})
 
@@ -137,6 +214,7 @@ def check_generation(run, name, model, choose, prompts, count, expected, referen
         ("recomputed", by_loop, None),
         ("cached", by_loop, "dynamic"),
         ("cached, static", by_loop, "static"),
+        ("cached, in place", in_place, "static"),
         ("cached, by .generate", by_hf, "dynamic"),
         ("cached, static, by .generate", by_hf, "static"),
     ):
@@ -217,6 +295,20 @@ def generation(model, ids, new_tokens, choose, threads):
         yield "generate"
 
 
+def replays(model, ids, new_tokens, choose, kv_heads):
+    """A contender of `interleave`: a step that is recorded once, and then replayed."""
+    length = ids.shape[1] + 1 + WARM_UP + new_tokens
+    cache = make_cache("static", model, kv_heads, len(ids), length)
+    step = DecodingStep(model, ids, torch.ones_like(ids), length - ids.shape[1], choose, cache)
+    for _ in range(WARM_UP):
+        step()
+    replay = recorded(step)
+    yield "record"
+    for _ in range(new_tokens):
+        replay()
+    yield "generate"
+
+
 def say_times(run, seconds, new_tokens):
     """Print what each contender of `interleave` took to generate, beside the first."""
     alone = next(iter(seconds.values()))["generate"]
@@ -244,6 +336,13 @@ def measure(run, models, reference, prompt_len, new_tokens, repeats):
     }
     for name, (model, choose) in models.items():
         contenders[name] = partial(timed, model, choose=choose, threads=threads)
+    if run.device.type == "cuda":
+        model, choose = models["hand-made"]
+        heads = config.num_attention_heads, config.num_key_value_heads
+        _, (first, stop), _ = shard_heads(*heads, run.world_size, run.rank)
+        contenders["hand-made, a graph a token (the prompt not counted)"] = partial(
+            replays, model, ids, new_tokens, choose, stop - first
+        )
     seconds = harness.interleave(run, contenders, repeats)
     say_times(run, seconds, new_tokens)
     alone = seconds["one rank"]["generate"]
