@@ -1262,9 +1262,8 @@ BUGS = {
     ),
     "a split sequence's loss is of other words": (
         "tp_ulysses", 2, "tp_llama.py",
-        "model.sum_of_losses = bind(sum_of_vocab_parallel_losses, rows=rows,",
-        "model.sum_of_losses = bind(sum_of_vocab_parallel_losses, rows=(rows[0] + 1, rows[1] + "
-        "1),", "loss",
+        "group, rows = head.get_group(), head.rows",
+        "group, rows = head.get_group(), (head.rows[0] + 1, head.rows[1] + 1)", "loss",
     ),
     "neighbours deal out tokens backwards": (
         "tp_ulysses --sequence usp --tp 1 --ulysses 2", 4, "usp.py",
