@@ -164,7 +164,9 @@ def on_nodes(nodes, head, job, folder, args, nproc=1):
 BOTH = "tp_llama", "ulysses_finetune", "ring_attention", "tp_ulysses", "pretrain_2d"
 
 
-@pytest.mark.parametrize("way", ["by torchrun", "by single_node.sh"])
+@pytest.mark.parametrize(
+    "way", ["by torchrun", pytest.param("by single_node.sh", marks=pytest.mark.stress)]
+)
 def test_a_host_whose_name_does_not_resolve(way):
     """As in many containers. By torchrun after what the README says to run once before."""
     apart = ["unshare", "--map-root-user", "--uts", "bash", "-c"]
