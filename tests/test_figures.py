@@ -20,6 +20,7 @@ from figures.bench import (
     gpu,
     longest,
     one_step,
+    one_token,
     records,
     strategies,
     tolerance,
@@ -656,11 +657,41 @@ def test_parts_of_gpu():
     names = {device: [part.name for part in gpu.parts(device)] for device in ("cuda", "cpu")}
     assert all(len(of) == len(set(of)) for of in names.values())
     stable = ["tp_mlp_float32", "tp_mlp_2_ranks", "tp_mlp_4_ranks_float64", "tests_gpu",
-              "smollm2_tp_mlp_float32", "step_time", "longest_ours", "step_262144",
-              "step_262144_offload"]  # fmt: skip
+              "smollm2_tp_mlp_float32", "step_time", "step_compiled", "token_time", "longest_ours",
+              "step_262144", "step_262144_offload"]  # fmt: skip
     assert set(stable) <= set(names["cuda"])
     assert sorted(gpu.SCRIPTS) == launch.SCRIPTS
     assert sum(minutes for step, (_, minutes) in gpu.STEPS.items() if step not in gpu.LONG) == 20
+
+
+def test_overview_of_a_gpu(tmp_path):
+    """The table a user looks for, of files as `make gpu` writes them; what is missing says so."""
+    machine = {"gpus": ["NVIDIA H200"], "cores": 16, "cpu": ""}
+    data = {"date": "today", "machine": machine, "device": "cuda", "driver": ""}
+    rows = gpu.overview(data, tmp_path)[2:8]
+    assert all(row.count("|") == 7 and "not run" in row for row in rows)
+    model = "random/llama-3.2-1b"
+    ways = {
+        gpu.ONE: {"step_s": [[0.3, 0.2, 0.25], [0.2] * 3], "peak": [2**33, 2**32]},
+        gpu.BY_HAND: {"step_s": [[0.3] * 3, [0.15, 0.1, 0.12]], "peak": [2**33, 3 * 2**30]},
+    }
+    ms = {one_token.GRAPH: 1.0, one_token.EAGER: 18.0, one_token.COMPILED: 3.8}
+    files = {
+        "step_compiled": {"model": model, "results": {"ways": ways, "size": [1, 8192]}},
+        "token_time": {"results": {"token_ms": {"1": ms, "8": ms}, "weights_bytes": 2.4e9}},
+        "longest_ours": {"runs": [{"contender": "ours", "found": 10240}]},
+        "longest_hugging_face_peft": {"runs": [{"contender": "Hugging Face + PEFT", "found": 600}]},
+        "step_262144": json.loads((launch.RECORDS / "gpu" / "step_262144.json").read_text()),
+    }
+    for name, content in files.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+    step, one, eight, longest, long, longer = gpu.overview(data, tmp_path)[2:8]
+    # 6 x 1.24e9 weights x 8,192 tokens, and attention: 76 TFLOP.
+    assert "| 0.120 s (64% of the peak), 3.0 GiB | 0.250 s (31%" in step and "| 0.077 s |" in step
+    assert "| 1.00 ms | 18.00 ms | 3.80 ms | 0.50 ms | `make gpu STEP=3`" in one and "8 |" in eight
+    assert "| 10,240 (ours) | 600 (Hugging Face + PEFT) |" in longest
+    assert "| 68 s, 24.0 GiB | - | - | 16 s, of attention alone |" in long
+    assert "| not run | - | - | not run |" in longer
 
 
 def test_smollm2_of_make_gpu(tmp_path, monkeypatch, capfd):

@@ -40,15 +40,16 @@ def main():
     add("--batch-size", type=positive, default=2, help="sequences; default 2")
     add("--seq-len", type=positive, default=256, help="tokens of each; default 256")
     add("--repeats", type=positive, default=7, help="timed turns; default 7")
+    add("--ways", choices=WAYS, nargs="+", default=list(WAYS), help="default all")
     start(parser.parse_args(), measure)
 
 
 def measure(run, args):
-    config, size = run.source.config, (args.batch_size, args.seq_len)
+    config, size, ways = run.source.config, (args.batch_size, args.seq_len), args.ways
     ids = run.broadcast(torch.randint(config.vocab_size, size)).to(run.device)
-    steps = {(name, how): Step(run, name, how) for name in WAYS for how in (False, True)}
+    steps = {(name, how): Step(run, name, how) for name in ways for how in (False, True)}
     losses = {way: step.first(ids) for way, step in steps.items()}
-    expected = run.broadcast(losses["one process", False])
+    expected = run.broadcast(losses[ways[0], False])
     within = 4 * torch.finfo(run.dtype).eps * expected.item()
     for (name, compiled), loss in losses.items():
         pair = (run.broadcast(loss) if name == "one process" else loss), expected
@@ -56,7 +57,7 @@ def measure(run, args):
     peaks = {way: step.peak(ids) for way, step in steps.items()}
     turns = {way: partial(step.timed, ids) for way, step in steps.items()}
     laps, found = interleave(run, turns, args.repeats), {}
-    for name in WAYS:
+    for name in ways:
         both = [(name, how) for how in (False, True)]
         of = found[name] = {
             "step_s": [laps[way]["step"] for way in both],

@@ -17,6 +17,7 @@ with all imports done. What is timed runs alone.
 import argparse
 import importlib.util
 import json
+import math
 import os
 import re
 import shutil
@@ -37,6 +38,8 @@ import transformers
 
 import launch
 from figures import RECORDS, ROOT
+from figures.bench import one_token
+from figures.bench.compiled import WAYS
 from figures.bench.records import attention_flop, here_and_now, write_record
 from figures.plan import longest
 from harness.checks import OTHERWISE
@@ -74,6 +77,12 @@ PEAKS = {"H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "H200": 989, "A100": 31
          "L4": 121}  # fmt: skip
 
 
+# Bytes a second of the GPU's memory, 1e9 of them, from the same sheets.
+BANDWIDTHS = {"H100 PCIe": 2000, "H100 NVL": 3900, "H100": 3350, "H200": 4800, "A100": 2039,
+              "L40S": 864, "L4": 300}  # fmt: skip
+ONE, BY_HAND = list(WAYS)[:2]
+
+
 @dataclass
 class Part:
     """One command. name: of its files. words: what Python runs; `--json FILE` is added.
@@ -92,16 +101,16 @@ class Part:
 
 STEPS = {
     # step: (what it shows, minutes that it has)
-    1: ("every task in three dtypes, on 1, 2 and 4 ranks of the GPU", 5),
-    2: ("the kernels' tests; SmolLM2, every task, in float32 and bfloat16", 4),
-    3: ("Llama-3.2-1B's shapes, bfloat16: time of a step and of a token", 2),
-    4: ("the longest sequence in 1 GiB beyond the model, of ours and others", 5),
+    1: ("every task in three dtypes, on 1, 2 and 4 ranks of the GPU", 4),
+    2: ("the kernels' tests; SmolLM2, every task, in float32 and bfloat16", 3),
+    3: ("Llama-3.2-1B's shapes, bfloat16: time of a step and of a token", 5),
+    4: ("the longest sequence in 1 GiB beyond the model, of ours and others", 4),
     5: ("one step of 262,144 tokens, with and without --offload", 4),
     6: ("one step of 524,288 tokens", 8),
     7: ("one step of 1,048,576 tokens, as far as it comes", 8),
     8: ("the tests of every task on the odd Llama: NCCL, and ranks that share the GPU", 15),
     9: ("each strategy of data parallelism alone: 246 M parameters, 128 x 256 tokens a rank", 5),
-    10: ("compiled layers: a step of 8,192 tokens in Llama-3.2-1B's shapes, bfloat16", 5),
+    10: ("compiled layers of Tasks 3, 4 and the ring: the step of 8,192 tokens of step 3", 5),
 }
 LONG = 6, 7, 8, 9, 10
 
@@ -130,6 +139,12 @@ def parts(device, smollm2="smollm2"):
     words = ["-m", "figures.bench.tp_speed", *large, "--ranks", 1, "--techniques", "hand-made"]
     words += ["--seq-lens", *lengths, *(["--num-layers", 16] if on_gpu else ["--repeats", 1])]
     yield Part(3, "step_time", words, json_flag="--output")
+    compiled = ["-m", "figures.bench.compiled", *large, *place, "--batch-size", 1, "--repeats", 7]
+    compiled += ["--seq-len", 8192 if on_gpu else 64, "--ways"]
+    yield Part(3, "step_compiled", [*compiled, ONE, BY_HAND])
+    words = ["-m", "figures.bench.one_token", *large, *place]
+    words += [] if on_gpu else ["--prompt-len", 32, "--new-tokens", 4, "--repeats", 2]
+    yield Part(3, "token_time", words)
     for name in LONGEST if on_gpu else LONGEST[:1] + LONGEST[3:]:
         words = ["-m", "figures.bench.longest", *large, *place, "--ranks", 1]
         words += ["--budgets", 1024 if on_gpu else 24, "--only", name]
@@ -151,8 +166,8 @@ def parts(device, smollm2="smollm2"):
     for flag, size in zip(("--model", "--batch-size", "--seq-len"), sizes, strict=True):
         words += [flag, size]
     yield Part(9, "strategies", words)
-    words = ["-m", "figures.bench.compiled", *large, *place, "--batch-size", 1]
-    yield Part(10, "compiled", [*words, "--seq-len", 8192 if on_gpu else 64, "--repeats", 7])
+    others = [name for name in WAYS if name not in (ONE, BY_HAND)]
+    yield Part(10, "compiled", [*compiled, ONE, *others])
 
 
 # (What needs the GPU's allocator or its host memory comes second and third: a rehearsal lacks it.)
@@ -527,6 +542,84 @@ def long_table(data, folder=RECORDS / "gpu"):
     return [*lines, "", f"({on(data)})"] if records else ["Not run yet."]
 
 
+def overview(data, folder=RECORDS / "gpu"):
+    """What a user looks for: ours, Hugging Face's, and what the GPU allows, of `make gpu`'s files.
+
+    The limits: all FLOP at the data sheet's rate; all weights at the memory's.
+    """
+
+    def read(name):
+        path = folder / f"{name}.json"
+        return json.loads(path.read_text()) if path.exists() else {}
+
+    def row(what, *cells, step):
+        return (
+            f"| {what} | {' | '.join(of or 'not run' for of in cells)} | `make gpu STEP={step}` |"
+        )
+
+    lines = [
+        "| | ours | Hugging Face | Hugging Face, compiled | limit | command |",
+        "|---" * 6 + "|",
+    ]
+    card = " ".join(data["machine"]["gpus"]) if data else ""
+    lines.append(row("a step of 8,192 tokens", *step_cells(read("step_compiled"), card), step=3))
+    token = read("token_time")
+    for size, of in token.get("results", {}).get("token_ms", {"1": {}, "8": {}}).items():
+        cells = [of.get(name) and f"{of[name]:.2f} ms" for name in TOKEN_WAYS]
+        rate = of_card(BANDWIDTHS, card)
+        limit = rate and of and f"{token['results']['weights_bytes'] / rate / 1e6:.2f} ms"
+        lines.append(row(f"a token, batch {size}", *cells, limit, step=3))
+    longest_of = {
+        run["contender"]: run["found"]
+        for name in LONGEST
+        for run in read(f"longest_{slug(name)}").get("runs", [])
+        if run.get("found")
+    }
+    ours = [f"{longest_of[name]:,} ({name})" for name in LONGEST[:3] if name in longest_of]
+    theirs = [f"{longest_of[name]:,} ({name})" for name in LONGEST[4:] if name in longest_of]
+    what = "the longest sequence in 1 GiB beyond the model"
+    lines.append(row(what, "; ".join(ours), "; ".join(theirs), "-", "-", step=4))
+    for step, positions in (5, 2**18), (7, 2**20):
+        ours, least = [], None
+        for offload in "", "_offload":
+            one = read(f"step_{positions}{offload}")
+            if one.get("step_s"):
+                said = f"{one['step_s']:.0f} s, {one['peak_bytes'] / 2**30:.1f} GiB"
+                ours.append(said + " (--offload)" * bool(offload))
+                peak = of_card(PEAKS, card)
+                flop = sum(one["attention_flop"].values())
+                least = peak and f"{flop / peak / 1e12:.0f} s, of attention alone"
+        what = f"one exact step of {positions:,} tokens"
+        lines.append(row(what, "; ".join(ours), "-", "-", least, step=step))
+    return [*lines, "", f"({on(data)})"] if data else ["Not run yet."]
+
+
+TOKEN_WAYS = one_token.GRAPH, one_token.EAGER, one_token.COMPILED
+
+
+def of_card(table, card):
+    """A table's number for the GPU of this name, or None."""
+    return next((of for name, of in table.items() if re.search(rf"\b{name}\b", card)), None)
+
+
+def step_cells(data, card):
+    """Of a step, ours compiled, Hugging Face's, that compiled, and the limit: seconds and peak."""
+    if not data:
+        return [None] * 4
+    ways, peak = data["results"]["ways"], of_card(PEAKS, card)
+    source = Source(data["model"])
+    flop = flop_of_step(source, math.prod(data["results"]["size"]))
+
+    def cell(name, compiled):
+        laps = ways[name]["step_s"][compiled]
+        median = sorted(laps)[len(laps) // 2]
+        share = f" ({flop / median / 1e12 / peak:.0%} of the peak)" if peak else ""
+        return f"{median:.3f} s{share}, {ways[name]['peak'][compiled] / 2**30:.1f} GiB"
+
+    limit = peak and f"{flop / peak / 1e12:.3f} s"
+    return [cell(BY_HAND, True), cell(ONE, False), cell(ONE, True), limit]
+
+
 def on(data):
     """Where, when, and by what it was seen, in words."""
     where = data["machine"]
@@ -556,6 +649,9 @@ def summary(kind, records, planned):
         return [
             f"{name}: {summary_of_compiled(of)}" for name, of in some["results"]["ways"].items()
         ]
+    if "token_ms" in some.get("results", {}):
+        return [f"{kind}, batch {size}: {said_of_tokens(of)}"
+                for size, of in some["results"]["token_ms"].items()]  # fmt: skip
     if "checks" in some:
         return [summary_of_tasks(records, ran)]
     if "positions" in some:
@@ -585,6 +681,10 @@ def summary_of_tasks(records, ran):
             f"tolerance {nearest[last]:.0%} ({last})")  # fmt: skip
 
 
+def said_of_tokens(of):
+    return ", ".join(f"{name} {ms:.2f} ms" for name, ms in of.items())
+
+
 def summary_of_compiled(of):
     seconds = [sorted(laps)[len(laps) // 2] for laps in of["step_s"]]
     peaks = [peak / 2**30 for peak in of["peak"]]
@@ -603,24 +703,29 @@ def summary_of_step(data):
             f"peak {data['peak_bytes'] / 2**30:.1f} GiB")  # fmt: skip
 
 
+def flop_of_step(source, T):
+    """Executed FLOP of a step of one sequence of T tokens; the embedding is a lookup."""
+    c = source.config
+    weights = sum(torch.Size(shape).numel() for name, shape in source.shapes.items()
+                  if "embed_tokens" not in name)  # fmt: skip
+    weights += c.tie_word_embeddings * c.vocab_size * c.hidden_size
+    return 6 * weights * T + sum(attention_flop(c, T).values())
+
+
 def summary_of_speed(run, data):
     """Tokens a second, and executed TFLOP/s: 2 a weight and token forward, 4 backward.
 
     Beside them attention's, see `attention_flop`; the embedding is a lookup. Also the time beside
     the unmodified model's, and of generation.
     """
-    source = Source(data["model"], data["num_layers"][0])
-    c, T = source.config, run["seq_len"]
-    weights = sum(torch.Size(shape).numel() for name, shape in source.shapes.items()
-                  if "embed_tokens" not in name)  # fmt: skip
-    weights += c.tie_word_embeddings * c.vocab_size * c.hidden_size
+    source, T = Source(data["model"], data["num_layers"][0]), run["seq_len"]
     ours, theirs = (run["results"][side] for side in ("parallel", "single"))
     steps = [[sum(pair) for pair in zip(laps["forward"], laps["backward"], strict=True)]
              for laps in (ours, theirs)]  # fmt: skip
     median = sorted(steps[0])[len(steps[0]) // 2]
-    rate = (6 * weights * T + sum(attention_flop(c, T).values())) / median / 1e12
+    rate = flop_of_step(source, T) / median / 1e12
     on = " ".join(data["machine"]["gpus"]) if data["dtype"] == "bfloat16" else ""
-    peak = next((peak for name, peak in PEAKS.items() if re.search(rf"\b{name}\b", on)), None)
+    peak = of_card(PEAKS, on)
     share = f", {rate / peak:.0%} of {peak}" if peak else ""
     said = (f"{T} tokens: {median:.3f} s, {T / median:,.0f} tokens/s, {rate:.1f} TFLOP/s{share}, "
             f"{ratio(*steps)} of the unmodified model's time")  # fmt: skip

@@ -441,6 +441,7 @@ TABLES = {  # name in its page: (made by, of)
     "sequence": (sequence, "sequence_speed.json"),
     "sequence_4": (sequence, "sequence_speed_4.json"),
     "gpu": (gpu.table, "gpu/gpu.json"),
+    "gpu_overview": (gpu.overview, "gpu/gpu.json"),
     "gpu_tasks": (gpu.tasks_table, "gpu/gpu.json"),
     "gpu_long": (gpu.long_table, "gpu/gpu.json"),
 }
