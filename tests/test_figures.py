@@ -239,6 +239,7 @@ ONCE = "tolerance", "one_step", "attention_peers"  # without turns
         pytest.param("mesh_speed", ["--seq-len", 16, "--batch-size", 2], marks=pytest.mark.stress),
         pytest.param("sequence_speed", ["--seq-len", 64, "--budget", 12], marks=pytest.mark.stress),
         pytest.param("compiled", ["--seq-len", 64], marks=pytest.mark.stress),
+        ("one_token", ["--prompt-len", 16, "--new-tokens", 3, "--batch-sizes", 1]),
         ("attention_peers", []),
         ("precise_sums", ["--kib", 8, "--dtype", "bfloat16", "--gloo"]),
     ],
@@ -247,7 +248,7 @@ def test_measured_on_ranks(script, flags, tmp_path):
     """What the others measure on ranks, on as little as can be: nothing of it is else run here."""
     flags = [*flags, "--model", "tiny", "--json", tmp_path / "record.json"]
     flags += ["--repeats", 1] if script not in ONCE else []
-    file, nproc = launch.FIGURES / "bench" / f"{script}.py", 1 if script == "one_step" else 2
+    file, nproc = launch.FIGURES / "bench" / f"{script}.py", 1 if script.startswith("one_") else 2
     result = launch.ranks(file, *flags, nproc=nproc, folder=tmp_path)
     assert result.code == 0 and result.out.count("Tests passed") == nproc, result.tail()
     assert json.loads((tmp_path / "record.json").read_text())
