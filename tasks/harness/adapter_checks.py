@@ -103,7 +103,7 @@ def check_step(run, model, references, optimizers, compute, ids, inputs):
     """
     expected, own_error = expect_step(run, references, inputs)
     model.zero_grad()
-    # Each rank has its share of the sequence.
+    # One part for each rank's share of the sequence.
     parts = all_gather(compute(model, ids).double(), llama_of(model).get_group())
     loss = parts.new_tensor(sum(parts.tolist()))  # in the order that training adds in
     run.compare("losses", [(loss, *(x.double() for x in expected))], own_error=own_error)
@@ -122,7 +122,7 @@ def check_step(run, model, references, optimizers, compute, ids, inputs):
 def check_again(run, losses, checked, deterministic):
     """Check that the training's first steps had the losses that `check_training` returned."""
     first = checked.new_tensor(losses[: len(checked)])
-    # Exactly, if each run rounds alike; a GPU's attention may not, unless --deterministic.
+    # The bits are the same, unless a GPU's attention, not --deterministic, rounds otherwise.
     bound = 0.0 if run.device.type == "cpu" or deterministic else 2**-7 * first.abs().max().item()
     run.check("losses of the training, as checked", [(first, checked)], bound)
 
@@ -150,7 +150,7 @@ def check_in_float32(run, model, compute, ids, expected, own_error):
 def check_techniques(run, model, references, compute, alone, ids, expected, own_error):
     """Check the loss and gradients with each technique alone.
 
-    It is after the steps before, since at first LoRA's gradients are 0.
+    This comes after steps of training, since LoRA's gradients are 0 at first.
     """
     for name, techniques in alone:
         model.zero_grad()

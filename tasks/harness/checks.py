@@ -28,7 +28,7 @@ OTHERWISE = "golden", "last loss"
 class Comparison:
     """The comparing half of `job.Run`. Every method is called by all ranks together."""
 
-    longest_sum = 1  # of how many products a value of the model is a sum, at most
+    longest_sum = 1  # how many products a value of the model is a sum of, at most
     verbose = False  # whether all that a check measured is printed
 
     def references(self, module):
@@ -201,9 +201,9 @@ class Comparison:
     def check_weights(self, title, module, references, only=lambda name: True, unsplit=("norm",)):
         """Check that shards are slices of the full weights, and all else is equal on all ranks.
 
-        Together the ranks must have all of a weight. unsplit: words in the names of parameters that
-        a rank may have in full. "" is in every name, so then this is not checked. Any other
-        parameter that is left unsplit, or split with everything on one rank, fails.
+        Both are exact. Together the ranks must have all of a weight. unsplit: words in the names of
+        parameters that a rank may have in full. "" is in every name, so then this is not checked.
+        Any other parameter that is left unsplit, or split with everything on one rank, fails.
         """
         kinds = self.slices(module, references, only, lambda parameter: parameter.detach())
         pairs = (pair for kind in kinds.values() for pair in kind)
@@ -250,8 +250,8 @@ class Comparison:
     def to_each(self, tensor, shards):
         """Send each rank its region of rank 0's tensor. Return this rank's; None if it has none.
 
-        shards: each rank's region, or None. No other rank holds the whole of it: it may be the
-        largest tensor there is.
+        shards: each rank's region, or None. No other rank holds the whole tensor: it may be the
+        largest that there is.
         """
         dtype = self.broadcast(tensor.dtype if self.rank == 0 else None)
         local = None
@@ -332,7 +332,7 @@ def covered(size, regions):
         {0} | {edge for region in regions for edge in (region[dim].start, region[dim].stop)}
         for dim in range(len(size))
     ]
-    # From one edge to the next, a region has all or nothing: to look at the first is enough.
+    # From one edge to the next, a region has all or nothing: so the first place tells.
     corners = product(*(of_dim - {length} for of_dim, length in zip(edges, size, strict=True)))
     return all(
         any(

@@ -33,7 +33,7 @@ TESTED = {  # oldest, newest
 GPU_FILES = "/dev/nvidia[0-9]*", "/proc/driver/nvidia/gpus/*"
 # From this version on NCCL lets several ranks have one GPU, where this variable is 1.
 SHARING_NCCL, SHARING_ALLOWED = Version("2.30"), "NCCL_MULTI_RANK_GPU_ENABLE"
-START_S = 120  # by how many seconds ranks may differ in starting
+START_S = 120  # seconds by which the ranks' starts may differ
 
 
 def fail(message, patient=True):

@@ -74,7 +74,7 @@ def start(args, body, init_process_group=dist.init_process_group):
     notes, share_memory, sharing = agree(store, rank, world_size, args, device)
     backend, why = choose_backend(args, device, share_memory, sharing)
     watch = Watch(store, rank, world_size, args.timeout)
-    # The backend gives up after the watch, which names who is late, as shared memory does itself.
+    # The watch names who is late, before the backend gives up; shared memory names them itself.
     timeout = datetime.timedelta(seconds=args.timeout + SPARE_S * (backend != NAME))
     try:
         init_process_group(
@@ -171,8 +171,7 @@ class Run(Comparison):
     def mesh(self, axis):
         """Return all ranks as a DeviceMesh of one axis of this name, by the existing process group.
 
-        It is for techniques that take a mesh of one axis; of two axes each is one, such as
-        mesh["tp"].
+        A technique takes one axis: this one, or one of a mesh of two, such as mesh["tp"].
         """
         world = dist.group.WORLD
         return DeviceMesh.from_group(world, self.device.type, mesh_dim_names=(axis,))
@@ -271,9 +270,9 @@ class Run(Comparison):
         return result
 
     def once(self, what, function):
-        """Call function() on rank 0 alone. All ranks wait, without limit, for its result.
+        """Call function() on rank 0 alone; all ranks wait for its result, and return it.
 
-        what: a name that is used only once. Raises UserError on all ranks as `together`.
+        They wait without limit. what: a name that is used once. Raises UserError as `together`.
         """
 
         def work():
@@ -294,7 +293,7 @@ class Run(Comparison):
                 if os.environ.get("LOCAL_RANK", "0") == "0":
                     download(name)
             finally:
-                self.watch.wait_for_all("downloaded")  # which may take longer than --timeout
+                self.watch.wait_for_all("downloaded")  # a download may take longer than --timeout
 
         if is_remote(name):
             self.together(fetch)

@@ -56,13 +56,14 @@ def kept_memory():
 def interleave(run, contenders, repeats=None, warmup=2, keep=True):
     """Time contenders in turns, after a warm-up: {contender: {phase: [seconds, ...]}}.
 
-    The slowest rank's seconds are returned. repeats: timed turns. None: 7, or fewer, at least 1, if
-    all take more than LIMIT_S.
+    The slowest rank's seconds count. repeats: timed turns. None: 7, or fewer, at least 1, if all
+    take more than LIMIT_S.
 
     contenders: {name: function}; a function yields a phase's name when the phase is done. All ranks
     run all contenders; in one that is rank 0's alone, the others yield at once. Each turn begins
-    with another of them, for what ran before may matter. keep: see `kept_memory`; not for
-    contenders whose memories do not fit side by side.
+    with another of them, for what ran before may matter.
+
+    keep: see `kept_memory`; not for contenders whose memories do not fit side by side.
     """
     seconds, names = {name: {} for name in contenders}, list(contenders)
     limit, spent = float("inf") if repeats else LIMIT_S, 0.0
@@ -132,9 +133,9 @@ def ratio(ours, theirs):
 def limited_memory(device, budget):
     """Within it, this process gets no more than `budget` bytes beyond what it has; None: no limit.
 
-    What does not fit fails as it does when a device is full. On CUDA the limit is one of the
+    What does not fit fails as it does when a device is full. On CUDA the limit applies to the
     caching allocator's reserved segments, fragmentation included; free blocks in the segments of
-    existing tensors count as budget. On a CPU with Linux the limit is one of the process's private
+    existing tensors count as budget. On a CPU with Linux it applies to the process's private
     memory: every large tensor is a mapping of its own then, which goes back at once when freed.
     (Set THP_MEM_ALLOC_ENABLE=0, else each is rounded up to 2 MiB.) Elsewhere it raises UserError.
     """
@@ -346,7 +347,7 @@ def measure_bytes(run, forward, layers, formula, exact=True):
         f"{'' if pair else ' each'}"
     )
     run.results |= {"sent_bytes": sent, "formula_bytes": formula, "wire_bytes": wires}
-    if exact:  # of all ranks and layers together: whole numbers
+    if exact:  # whole numbers: those of all ranks and layers together
         both = torch.tensor([sent, formula if pair else [formula] * 2], dtype=torch.float64)
         totals = (both * layers * run.world_size).round()
         run.check("bytes sent, as the formula has them", [tuple(totals)], tolerance=0.0)

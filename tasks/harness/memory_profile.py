@@ -84,7 +84,7 @@ def record_step(model, ids, columns):
     curve, blocks, recorded = record_memory(step, ids.device)
     weights = sum(parameter.nbytes for parameter in parameters)
     gradients = {(p.grad.data_ptr(), p.grad.nbytes) for p in parameters}
-    alike = {p.nbytes for p in parameters if p.nbytes > 2**20}  # of gradients to be added
+    alike = {p.nbytes for p in parameters if p.nbytes > 2**20}  # new gradients, to be added
     parts = dict.fromkeys(PARTS_OF_PEAK, 0)
     for address, size in blocks.items():
         values = size / (ids.numel() * columns)  # a row less, where labels are shifted

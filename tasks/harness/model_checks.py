@@ -279,7 +279,7 @@ def overfit(model, loss, batch, steps):
 def check_overfitting(run, parallel, references, batch, steps):
     """Train both models on one batch: check that the curves agree, and end near zero."""
     curve = overfit(parallel, own_loss, batch, steps)
-    if references[1:]:  # that one shares the first one's weights, which change here
+    if references[1:]:  # it shares the first one's weights, which training changes
         references = [references[0], wider_copy(references[0])]
     (expected,) = run.reference_values(lambda m: [overfit(m, plain_loss, batch, steps)], references)
     run.show("losses", expected[0], curve)

@@ -87,7 +87,7 @@ APART, OF_ROUNDING = ("rms", "max"), " of rounding"  # all that is measured of w
 FEW = 8  # values; a mean square over fewer says nothing that the largest value does not
 FEW_ROUNDINGS = 12  # independent ones: below this, rows or columns are measured together
 MANY = 64  # independent roundings that such a group should have: their sizes may differ much
-SHARED = 1 / 4  # of neighbours' squared error: the share that one scale for them all may explain
+SHARED = 1 / 4  # the part of neighbours' squared error that one scale for them may explain
 SOME = 32  # rows or columns that tell how many independent roundings one has
 # Values taken at a time: on a CPU so few that they stay in its cache, for touching new memory takes
 # ten times as long as these sums; on a GPU so many that it has something to do.
@@ -160,7 +160,7 @@ def measure(actual, reference, exact, own_error=0.0):
             means = neighbours
         if means.shape[1] > 1:
             norms[kind] = means[:3].sqrt()
-            if kind not in together:  # of few roundings errors do not average out
+            if kind not in together:  # errors of few roundings do not average out
                 norms[f"{kind} scale"] = scales(means, length)
     if count * width >= FEW:
         norms["scale"] = scales(whole, count * width, part=False)

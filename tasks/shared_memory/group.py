@@ -315,7 +315,7 @@ for name in ("reduce", "gather", "scatter", "alltoall", "allreduce_coalesced"):
 def flatten(tensor):
     """Return a tensor in one dimension: its very memory, or a copy where it is not contiguous."""
     if not tensor.numel():
-        return tensor.new_empty(0)  # whose stride is 1
+        return tensor.new_empty(0)  # its stride is 1
     return tensor.resolve_neg().contiguous().view(-1)
 
 

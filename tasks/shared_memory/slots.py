@@ -319,7 +319,7 @@ def neighbourhood():
         for number in (file, os.open(f"/proc/{os.getpid()}/fd/{file}", os.O_RDWR)):
             os.close(number)
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        node = os.environ.get("GROUP_RANK", "0")  # which torchrun's, of several
+        node = os.environ.get("GROUP_RANK", "0")  # the torchrun's, of several
         return f"{boot} {os.readlink('/proc/self/ns/pid')} {os.getuid()} {node}"
     return None
 
