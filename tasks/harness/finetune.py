@@ -120,7 +120,7 @@ def read_text(run, args):
 
 
 def add_memory_flags(parser):
-    """Add to a parser the flags that limit memory or save it; `techniques_of` reads the latter."""
+    """Add to a parser the flags that save or limit memory, which `techniques_of` reads."""
     title = "memory (results change by rounding alone; all but the first are parts of it)"
     add = parser.add_argument_group(title).add_argument
     for name, what in SAVES.items():

@@ -24,7 +24,7 @@ class Reference:
     """What the single rank makes of a batch.
 
     On all ranks there are `logits` (B, S, V), 0 where a token is padding, `input_grad` (B, S, H),
-    the gradient of the embeddings, and the mean `loss`. Each is a tuple with the value of every
+    the gradient of the embeddings, and the mean `loss`. Each of these has a value for every
     reference, see `checks.Comparison.references`. On rank 0 there are `models`, with their
     gradients, and `trained`, where gradients are replaced by what three steps change.
     """
