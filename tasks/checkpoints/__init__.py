@@ -1,7 +1,9 @@
-"""Checkpoints of a training, each written whole or not at all; loaded as `harness` is.
+"""Checkpoints of a training, each written whole or not at all.
 
-checkpoint:             of what one rank has, or all ranks have alike
-sharded_checkpoint:     of slices, which another number of ranks can read
+checkpoint:             a state that all ranks have alike: rank 0 writes it
+sharded_checkpoint:     a state that is split: each rank writes its slices, any ranks read them
+
+`import checkpoints` loads neither; the first use of a name loads its module, see names.
 """
 
 from utils import load_when_used

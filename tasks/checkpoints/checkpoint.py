@@ -1,10 +1,10 @@
 """Checkpoints that survive what happens to jobs: whole or not there, verified, two of them kept.
 
-Of training whose state is replicated: rank 0 writes it, and reads it for all.
+They are of a training whose state all ranks have alike: rank 0 writes it, and reads it for all.
 
     folder/step-000020/state.safetensors    tensors
                        record.json          everything else
-                       manifest.json        SHA-256 of both, without which a flipped bit would load
+                       manifest.json        SHA-256 of both files, so that no flipped bit is loaded
 
 A checkpoint is written beside its final place, flushed to the disk and renamed, so a job killed at
 any moment leaves either all of it or nothing that is ever read. Nothing is unpickled.
@@ -43,7 +43,7 @@ class Claim:
         self.inode = os.stat(self.path).st_ino
 
     def check(self):
-        """OSError where the folder has been removed; what is there by now may be another job's."""
+        """Raise OSError if the folder was removed: one of this name may be another job's by now."""
         if not self.path.exists() or os.stat(self.path).st_ino != self.inode:
             raise OSError(f"{self.path.parent} was removed while this job wrote there")
 
@@ -55,8 +55,8 @@ class Checkpoints:
     end. `resumes`: whether to go on from the newest checkpoint, because it is asked for or because
     torchrun has started these ranks again, and the folder was theirs before. All ranks call every
     method together. Raises UserError, on all of them, where the folder cannot be written, another
-    job writes there, checkpoints are there that nobody asked to go on from, or a result that is not
-    of such checkpoints.
+    job writes there, checkpoints are there that nobody asked to go on from, or a result is there
+    that does not come from such checkpoints.
     """
 
     load = staticmethod(lambda folder: load_checkpoint(folder))
@@ -74,9 +74,9 @@ class Checkpoints:
         self.resumes = folder is not None and (resume or again)
 
     def open(self, restart, resume):
-        """Claim the folder, on rank 0. Returns whether these ranks were started again in it."""
+        """Claim the folder, on rank 0. Return whether these ranks were started again in it."""
         folder, owner = self.folder, self.folder / ".job"
-        # torchrun, which outlives its ranks: not every job that comes here again was here before.
+        # Names this torchrun, which outlives its ranks: the folder is theirs if it has this name.
         job = f"{os.environ.get('TORCHELASTIC_RUN_ID')} {os.getppid()}"
         try:
             self.claim = Claim(folder, 10 if restart else 0)
@@ -104,9 +104,10 @@ class Checkpoints:
         return again
 
     def find(self, same):
-        """Read the newest good checkpoint, if the training resumes. UserError for another run's.
+        """Read the newest good checkpoint, if the training resumes.
 
-        same: {name: value} of what must be the same for it to be continued, for JSON.
+        same: {name: value}, for JSON, of what must be the same for a checkpoint to be continued.
+        Raises UserError for a checkpoint of another run.
         """
 
         def read():
@@ -126,7 +127,7 @@ class Checkpoints:
         self.same, self.found = same, self.run.together(read)
 
     def resume(self, parameters, optimizer):
-        """Take parameters, optimizer and random state from what was found: the losses so far."""
+        """Set parameters, optimizer and random state as found. Return the losses so far."""
         run = self.run
         if not self.resumes:
             return []
@@ -143,7 +144,7 @@ class Checkpoints:
         if record["world_size"] == run.world_size:
             for name, generator in self.generators.items():
                 if name in tensors:
-                    # A copy: these read from the beginning of a tensor's storage, and may crash.
+                    # A copy: generators read from the start of a tensor's storage, and may crash.
                     generator.set_rng_state(tensors[name][run.rank].cpu().clone())
         else:
             run.print0(f"note: it was on {record['world_size']} ranks: random numbers start anew")
@@ -154,8 +155,8 @@ class Checkpoints:
     def save(self, parameters, optimizer, losses):
         """Write a checkpoint: all that training needs to go on to the same bits.
 
-        parameters: {name: parameter}; losses: one a step so far, so the step, and the position in
-        the data, is their number. Each rank's random state goes with it. On a full disk the job
+        parameters: {name: parameter}. losses: one for each step so far; their number is the step,
+        and the position in the data. Each rank's random state is saved, too. On a full disk the job
         goes on, and tries again at the next interval.
         """
         run = self.run
@@ -206,13 +207,13 @@ def load_state(tensors, parameters, optimizer):
 
 
 def fingerprint_of_config(config):
-    """SHA-256 of a model's configuration, whichever transformers wrote it, in hex."""
+    """Return the SHA-256 of a model's configuration, in hex, whichever transformers wrote it."""
     settings = repr(sorted((config.to_dict() | {"transformers_version": ""}).items()))
     return hashlib.sha256(settings.encode()).hexdigest()
 
 
 def fingerprint(tensors):
-    """SHA-256 of the tensors' bits, in hex."""
+    """Return the SHA-256 of the tensors' bits, in hex."""
     total = hashlib.sha256()
     for tensor in tensors:
         total.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy())
@@ -223,9 +224,10 @@ def fingerprint(tensors):
 
 
 def save_checkpoint(folder, step, tensors, record, keep=2):
-    """Write folder/step-N, of tensors by name and what JSON can hold, by one rank.
+    """Write folder/step-N. Called by one rank.
 
-    Raises OSError, say of a full disk, and leaves the older ones as they were.
+    tensors: {name: tensor}. record: what JSON can hold. Raises OSError, say of a full disk, and
+    leaves older checkpoints as they were.
     """
     part = begin(folder, step)
     try:
@@ -242,7 +244,7 @@ def save_checkpoint(folder, step, tensors, record, keep=2):
 
 
 def begin(folder, step):
-    """An empty folder beside folder/step-N, for its files."""
+    """Make an empty folder beside folder/step-N, for the files of that step, and return it."""
     clean(folder)
     part = folder / f".step-{step:06}.part"
     part.mkdir()
@@ -250,10 +252,11 @@ def begin(folder, step):
 
 
 def finish(part, step, record, digests, keep=2):
-    """Put a folder in its place, whose files, {name: SHA-256}, are on the disk.
+    """Complete a folder, whose files are on the disk, and move it to its place.
 
-    Then remove all but `keep`, this one and those before it; those of later steps, too: they were
-    damaged, or this one would not have been trained.
+    digests: {name: SHA-256} of the files. Then remove all checkpoints but `keep`: this one and
+    those before it. Those of later steps go, too: they were damaged, or this step would not have
+    been trained again.
     """
     (part / RECORD).write_text(json.dumps(record))
     manifest = digests | {RECORD: digest(part / RECORD), "step": step}
@@ -269,16 +272,16 @@ def finish(part, step, record, digests, keep=2):
 
 
 def load_checkpoint(folder):
-    """(tensors, record, warnings) of the newest good checkpoint; None if there is none at all."""
+    """Return (tensors, record, warnings) of the newest good checkpoint; None if there is none."""
     path, warnings = newest(folder)
     return path and (load_file(path / STATE), json.loads((path / RECORD).read_text()), warnings)
 
 
 def newest(folder):
-    """The newest good checkpoint, None if there is none, and warnings.
+    """Return the newest good checkpoint, or None if there is none, and warnings.
 
-    Warnings say which newer ones are damaged, and how. Raises UserError if all are: starting anew
-    instead would be a surprise.
+    Warnings say which newer checkpoints are damaged, and how. Raises UserError if all are damaged:
+    starting anew instead would be a surprise.
     """
     warnings, found = [], list_checkpoints(folder)
     for path in found:
@@ -294,7 +297,7 @@ def newest(folder):
 
 
 def list_checkpoints(folder):
-    """The checkpoints of a folder, newest first."""
+    """Return the checkpoints of a folder, newest first."""
     paths = [path for path in folder.glob("step-*") if re.fullmatch(r"step-\d{6,}", path.name)]
     return sorted(paths, key=step_of, reverse=True)
 
@@ -304,7 +307,7 @@ def step_of(path):
 
 
 def damage(path):
-    """What is wrong with a checkpoint, or None."""
+    """Return what is wrong with a checkpoint, in words; None if it is good."""
     try:
         manifest = json.loads((path / MANIFEST).read_text())
         step = manifest.pop("step")
@@ -326,7 +329,7 @@ def digest(path):
 
 
 def flush(path):
-    """Have a file or a folder on the disk, not only in memory."""
+    """Have the system write a file or a folder to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -335,7 +338,7 @@ def flush(path):
 
 
 def swap(part, final):
-    """Put a finished folder in its place, in which an older one may be."""
+    """Move a finished folder to its place, where an older one may be."""
     if final.exists():
         old = final.with_name(f".{final.name}.part.old")
         shutil.rmtree(old, ignore_errors=True)
@@ -348,7 +351,7 @@ def swap(part, final):
 
 
 def clean(folder):
-    """Remove what a killed job left half written: our own, by their names. See `swap`."""
+    """Remove what a killed job left half written: only what has a name of ours. See `swap`."""
     for path in list(folder.iterdir()):
         old = re.fullmatch(r"\.([\w-]+)\.part\.old", path.name)
         if old and not (folder / old[1]).exists():

@@ -1,15 +1,15 @@
 """Checkpoints of a state that is split: each rank writes its parts, and any mesh reads them.
 
-    folder/step-000020/rank0.safetensors    of a parameter and Adam's states the regions of rank 0
-                       rank1.safetensors    (of what several ranks hold, the first one's alone)
+    folder/step-000020/rank0.safetensors    rank 0's regions of parameters and of Adam's states
+                       rank1.safetensors    (what several ranks hold, only the first one writes)
                        record.json          who has which region; losses, learning rate; sums
                        manifest.json        SHA-256 of all of these
 
 On several machines the folder must be one that all of them see. See `checkpoint.py`.
 
 `save_training_state` and `load_training_state` are for a program of one's own, of any technique.
-(`torch.distributed.checkpoint` takes an ordinary tensor for a replica: of slices by one name it
-would keep one rank's. As DTensors, uneven heads and shared KV heads cannot be told it.)
+(`torch.distributed.checkpoint` takes ordinary tensors of one name for replicas, and would keep one
+rank's slice alone. DTensors would tell it of slices, but not of uneven heads or shared KV heads.)
 """
 
 import json
@@ -31,12 +31,12 @@ from utils.llama import rope_of, window_of
 from utils.shards import full_shape_of, shard_of
 
 STATES = "exp_avg", "exp_avg_sq"  # Adam's
-# What an optimizer's groups have that a checkpoint does not: which parameters, and which kernels.
+# Settings of an optimizer's groups that are not saved: its parameters, and kernels that it uses.
 OF_THE_PROGRAM = "params", "foreach", "fused", "capturable", "differentiable"
 
 
 class ShardedCheckpoints(Checkpoints):
-    """As `Checkpoints`, of a model whose parameters are DTensors. Record: what JSON can hold."""
+    """`Checkpoints` for a model whose parameters are DTensors. A record is what JSON can hold."""
 
     def __init__(self, run, folder, result, resume):
         if resume and folder is None:
@@ -45,7 +45,7 @@ class ShardedCheckpoints(Checkpoints):
 
     @staticmethod
     def load(folder):
-        """(path, record, warnings) of the newest good checkpoint; None if there is none at all."""
+        """Return (path, record, warnings) of the newest good checkpoint; None if there is none."""
         path, warnings = newest(folder)
         record = path and json.loads((path / "record.json").read_text())
         if record and "sums" not in record:
@@ -53,7 +53,7 @@ class ShardedCheckpoints(Checkpoints):
         return path and (path, record, warnings)
 
     def resume(self, model, optimizer, schedule):
-        """Take all state from what was found, on whatever mesh that was: the losses so far."""
+        """Set all state as found, from whatever mesh saved it. Return the losses so far."""
         run = self.run
         path, record, warnings = run.broadcast(self.found) or (None, None, [])
         for warning in warnings:
@@ -86,7 +86,7 @@ class ShardedCheckpoints(Checkpoints):
         return record["losses"]
 
     def sums(self, model, optimizer):
-        """Of each parameter and each of its states the sum of all squares, float64."""
+        """Return the sums of all squares, float64, of each parameter and of each of its states."""
         local = []
         for parameter in model.parameters():
             mesh, kinds = parameter.device_mesh, enumerate(parameter.placements)
@@ -99,7 +99,7 @@ class ShardedCheckpoints(Checkpoints):
         return (self.run.gather(torch.stack(local)).sum(0) / self.run.world_size).tolist()
 
     def full_state(self):
-        """What was found, {name: {key: tensor}}: each parameter, and Adam's states of it, full."""
+        """Return what was found, {name: {key: tensor}}: full parameters, and their Adam states."""
         path, record, _ = self.found
         state = {}
         for name, parts in record["parts"].items():
@@ -145,7 +145,7 @@ class ShardedCheckpoints(Checkpoints):
 
 
 def regions_of(model):
-    """{name: [[start, stop] for each dim]} of this rank's parameters."""
+    """Return {name: [[start, stop] for each dim]} of this rank's parameters."""
     return {
         name: [[part.start, part.stop] for part in shard_of(parameter)]
         for name, parameter in parameters_of(model).items()
@@ -153,7 +153,10 @@ def regions_of(model):
 
 
 def parts_of(everyone):
-    """{name: [[rank, region], ...]}, no region twice: who writes what. everyone: each rank's."""
+    """Return {name: [[rank, region], ...]}, no region twice: which rank writes what.
+
+    everyone: each rank's `regions_of`.
+    """
     parts = {}
     for rank, regions in enumerate(everyone):
         for name, region in regions.items():
@@ -163,16 +166,17 @@ def parts_of(everyone):
 
 
 def full_shape(parts):
-    """Of the tensor that these are parts of: [[rank, region], ...]."""
+    """Return the shape of the full tensor of which these are the parts: [[rank, region], ...]."""
     stops = zip(*([stop for _, stop in region] for _, region in parts), strict=True)
     return [max(of_dim) for of_dim in stops]
 
 
 def state_of(model, optimizer, parts, rank):
-    """({key.name: tensor} that this rank writes, {name: (keys of tensors, {key: number})}).
+    """Return ({key.name: tensor} that this rank writes, {name: (keys, {key: number})}).
 
-    Of each parameter itself ("parameter") and all that the optimizer keeps of it: tensors that are
-    split as the parameter is, and numbers, such as Adam's step.
+    For each parameter there are the parameter itself (key "parameter") and all that the optimizer
+    keeps of it: tensors, under `keys`, that are split as the parameter is, and numbers, such as
+    Adam's step.
     """
     tensors, states, regions = {}, {}, regions_of(model)
     for name, parameter in parameters_of(model).items():
@@ -191,7 +195,7 @@ def state_of(model, optimizer, parts, rank):
 
 
 def write_part(path, tensors):
-    """Write a rank's file, to the disk: (its name, its SHA-256)."""
+    """Write a rank's file to the disk. Return (its name, its SHA-256)."""
     try:
         save_file(tensors, path)
     except Exception as error:  # safetensors has an error of its own for a full disk
@@ -202,10 +206,10 @@ def write_part(path, tensors):
 
 @torch.no_grad()
 def read_state(path, model, optimizer, parts, states):
-    """Fill in this rank's parameters, and what the optimizer keeps of them; see `state_of`."""
+    """Fill in this rank's parameters, and the optimizer's states of them; see `state_of`."""
     for name, parameter in parameters_of(model).items():
         keys, numbers = states[name]
-        optimizer.state.pop(parameter, None)  # what it may have of steps that do not count
+        optimizer.state.pop(parameter, None)  # states of steps taken before do not count
         if keys or numbers:
             optimizer.state[parameter] = {key: torch.tensor(of) for key, of in numbers.items()}
         for key in "parameter", *keys:
@@ -218,10 +222,10 @@ def read_state(path, model, optimizer, parts, states):
 
 
 def read_region(path, key, parts, region):
-    """A region, a slice for each dim, of a tensor of which ranks have written parts.
+    """Read a region of a tensor, a slice for each dim, from the parts that ranks have written.
 
     parts: [[rank, its region as [[start, stop] for each dim]], ...], no two with the same values.
-    Raises OSError where they do not have all of it, or cannot be read.
+    Raises OSError where the parts lack some of it, or cannot be read.
     """
     shape, result = [local.stop - local.start for local in region], None
     left = math.prod(shape)
@@ -259,7 +263,7 @@ def save_training_state(model, optimizer, folder, step, more=None, group=None, k
     """
     if not isinstance(step, int) or step < 0 or keep < 1:
         raise ValueError(f"step {step!r}, keep {keep!r}: whole numbers from 0 and from 1 on")
-    json.dumps(more)  # what it cannot hold, it says here
+    json.dumps(more)  # raises here for what JSON cannot hold
     if isinstance(optimizer, ZeroRedundancyOptimizer):
         raise ValueError("ZeroRedundancyOptimizer: a rank has states of its share alone; use FSDP2")
     folder, rank = Path(folder), rank_in(group)
@@ -298,8 +302,8 @@ def save_training_state(model, optimizer, folder, step, more=None, group=None, k
 def load_training_state(model, optimizer, folder, group=None):
     """Fill in the newest good checkpoint of `save_training_state`; return (step, more).
 
-    None, and nothing is filled in, where there is no checkpoint. The parameters may be split over
-    any ranks by any technique, or not at all. The optimizer's settings, such as its learning rate,
+    Without a checkpoint it fills in nothing, and returns None. The parameters may be split over any
+    ranks by any technique, or not at all. The optimizer's settings, such as its learning rate,
     become what they were, too. Raises UserError, on all ranks, where all that is there is damaged,
     or of another model.
     """
@@ -356,7 +360,7 @@ def function_of(config):
 
 
 def names_by_group(model, optimizer):
-    """The names of this rank's parameters in each of the optimizer's groups."""
+    """Return the names of this rank's parameters in each of the optimizer's groups."""
     names = {parameter: name for name, parameter in parameters_of(model).items()}
     return [
         [names[parameter] for parameter in settings["params"] if parameter in names]
@@ -365,7 +369,10 @@ def names_by_group(model, optimizer):
 
 
 def together(function, group):
-    """Every rank's function(), in a list. What one raises, all raise, as UserError or OSError."""
+    """Call function() on every rank, and return all results in a list.
+
+    What one rank raises, all raise, as UserError or OSError.
+    """
     value, error = None, None
     try:
         value = function()

@@ -1,11 +1,11 @@
 """What starts a task, proves it and measures it. No technique imports it.
 
 Start and end a job:    job, flags, environment, processes, watchdog
-Compare:                checks, tolerance, wider, float64, generation, *_checks (of a task's kind)
+Compare:                checks, tolerance, wider, float64, generation, *_checks (by kind of task)
 Measure:                measure, memory_profile, budget
 Around the training:    epochs, gradient_files, finetune, pretraining
 
-`import harness` loads none of them; the first use of `harness.start` loads its module, see names.
+`import harness` loads none of them; the first use of `harness.start` loads its module: see names.
 """
 
 from utils import load_when_used

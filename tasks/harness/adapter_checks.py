@@ -1,4 +1,4 @@
-"""How training is held against a single-rank run of plain PEFT: losses, gradients, parameters."""
+"""Compare training with a single-rank run of plain PEFT: losses, gradients, parameters."""
 
 import torch
 
@@ -12,9 +12,9 @@ from utils.losses import mean_loss, token_losses
 
 
 def whole_step(model, inputs):
-    """The single rank's, by plain PEFT's own forward: token losses, their mean, and gradients.
+    """Take the single rank's step, by plain PEFT's own forward. Return token losses and their mean.
 
-    inputs: what that forward takes, labels, too.
+    The gradients stay in the model. inputs: what that forward takes, labels, too.
     """
     kept = []
 
@@ -30,15 +30,15 @@ def whole_step(model, inputs):
 
 
 def expect_step(run, references, inputs):
-    """The losses of a step of the references, and what their own error is at least."""
+    """Return the references' losses of a step, and what their own error is at least."""
     losses, means = run.reference_values(lambda model: whole_step(model, inputs), references)
     return means, error_of_mean(*losses)
 
 
 def compare_adapter_gradients(run, name_of, model, references):
-    """Each trained parameter's gradient, beside the references' after their last step.
+    """Compare each trained parameter's gradient with the references' after their last step.
 
-    name_of(name): the check's.
+    name_of(name): the check's name for a parameter.
     """
     full = trained_parameters(references[0]) if references else {}
     for name, parameter in trained_parameters(model).items():
@@ -52,17 +52,18 @@ def compare_adapter_gradients(run, name_of, model, references):
 def check_training(
     run, model, reference, compute, batches, optimizer_of, recomputes=None, alone=()
 ):
-    """The first steps of the very training that follows, beside a single-rank run's: the losses.
+    """Check the first steps of the very training that follows. Return their losses.
 
-    Loss and gradients of each step are compared from the same parameters. Then both optimizers get
-    the run's gradients, and must make the same bits of them: where a gradient is next to nothing,
-    Adam, which divides it by its own size, makes a whole step of its rounding.
+    Loss and gradients of each step are compared, from the same parameters, with a single-rank
+    run's. Then both optimizers get the run's gradients, and must make the same bits of them: where
+    a gradient is next to nothing, Adam, which divides it by its own size, makes a whole step of its
+    rounding.
 
     reference: on rank 0, the same model and adapter, whole. compute(model, ids): the very function
-    that trains. batches: of each step (ids, what the single rank takes of the same documents).
-    optimizer_of(model): a new optimizer, as it trains with.
-    recomputes: how often a layer should run in a step, where it is counted; else what `alone`
-    yields, (name, techniques), is checked, each by itself.
+    that trains. batches: for each step (ids, the inputs of the same documents on the single rank).
+    optimizer_of(model): makes a new optimizer, as for the training. recomputes: how often a layer
+    should run in a step, which is counted; None: each technique that `alone` yields, (name,
+    techniques), is checked by itself.
     """
     references, before = run.references(reference), copy_of(trained_parameters(model))
     optimizers = [optimizer_of(one) for one in (model, *references[:1])]
@@ -96,10 +97,13 @@ def check_training(
 
 
 def check_step(run, model, references, optimizers, compute, ids, inputs):
-    """Both take one step from the same parameters, which is compared: (reference's loss, loss)."""
+    """Take one step with both models from the same parameters, and compare the results.
+
+    Returns (reference's loss, loss).
+    """
     expected, own_error = expect_step(run, references, inputs)
     model.zero_grad()
-    # Of all shares of the sequence.
+    # One part for each rank's share of the sequence.
     parts = all_gather(compute(model, ids).double(), llama_of(model).get_group())
     loss = parts.new_tensor(sum(parts.tolist()))  # in the order that training adds in
     run.compare("losses", [(loss, *(x.double() for x in expected))], own_error=own_error)
@@ -116,18 +120,18 @@ def check_step(run, model, references, optimizers, compute, ids, inputs):
 
 
 def check_again(run, losses, checked, deterministic):
-    """The training's first steps had the losses that `check_training` gave."""
+    """Check that the training's first steps had the losses that `check_training` returned."""
     first = checked.new_tensor(losses[: len(checked)])
-    # The same steps once more. (Else a GPU's attention may round differently each time.)
+    # The bits are the same, unless a GPU's attention, not --deterministic, rounds otherwise.
     bound = 0.0 if run.device.type == "cpu" or deterministic else 2**-7 * first.abs().max().item()
     run.check("losses of the training, as checked", [(first, checked)], bound)
 
 
 def check_in_float32(run, model, compute, ids, expected, own_error):
-    """The loss once more with the same weights in float32.
+    """Check the loss once more with the same weights in float32.
 
-    In bfloat16 a label that got lost may change the loss by less than rounding does. The same
-    steps in float32 round 2**16 times more finely, so the bound is that much nearer.
+    In bfloat16 a label that got lost may change the loss by less than rounding does. The same steps
+    in float32 round 2**16 times more finely, so the bound is that much nearer.
     """
     _, exact = expected
     model.zero_grad()
@@ -144,7 +148,10 @@ def check_in_float32(run, model, compute, ids, expected, own_error):
 
 
 def check_techniques(run, model, references, compute, alone, ids, expected, own_error):
-    """Each technique alone: loss and gradients after the steps before (at first LoRA's are 0)."""
+    """Check the loss and gradients with each technique alone.
+
+    This comes after steps of training, since LoRA's gradients are 0 at first.
+    """
     for name, techniques in alone:
         model.zero_grad()
         loss = compute(model, ids, techniques=techniques)
@@ -167,7 +174,7 @@ def restore(model, values):
 
 
 def check_replicas(run, parameters, when):
-    """The trained parameters are the same on all ranks, by their SHA-256, which is returned."""
+    """Check that what is trained is the same on all ranks. Return its SHA-256."""
     digest = fingerprint(parameters.values())
     numbers = torch.tensor(list(bytes.fromhex(digest)), device=run.device)
     run.check_same_bits(f"hash of what is trained, {when}", numbers)

@@ -19,7 +19,7 @@ NAMES = {"cudnn": "cuDNN", "plain": "matrix products"}
 
 
 def use_cudnn_where_right():
-    """Have Hugging Face's attention by cuDNN's kernels where `cudnn_is_right`, and nowhere else.
+    """Let Hugging Face's attention use cuDNN's kernels where `cudnn_is_right`, and nowhere else.
 
     PyTorch would take them elsewhere, too. Changes a setting of PyTorch and an entry of
     transformers, for the whole process.
@@ -30,7 +30,7 @@ def use_cudnn_where_right():
 
 
 def sdpa(before, module, query, key, value, attention_mask, *args, is_causal=None, **kwargs):
-    """Hugging Face's attention, `before`, whose kernel is chosen here; arguments as it has them."""
+    """Call Hugging Face's attention, `before`, with its own arguments; choose the kernel here."""
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     attend = partial(before, module, query, key, value, attention_mask, *args, **kwargs)
     if kwargs.get("dropout") or not cudnn_is_right(query, key, causal, attention_mask):
@@ -40,7 +40,7 @@ def sdpa(before, module, query, key, value, attention_mask, *args, is_causal=Non
 
 
 def kernels_of(device, dtype, head_dim):
-    """{calls: the kernel that takes them}, for a model's heads on a GPU. See `kernel_of`."""
+    """Return {calls: the kernel that takes them} for a model's heads on a GPU. See `kernel_of`."""
     long, short = (torch.empty(1, 1, S, head_dim, dtype=dtype, device=device) for S in (1024, 16))
     seen = torch.ones(1, 1, 16, 16, dtype=torch.bool, device=device)
     kernels = {

@@ -13,7 +13,7 @@ from utils.losses import token_losses
 
 @contextmanager
 def limited_to_budget(run, strategy, budget):
-    """`limited_memory`; what does not fit is one line that names the strategy."""
+    """Limit the memory to a budget, see `limited_memory`; the error's line names the strategy."""
     run.print0(
         f"{strategy}: {budget / 2**30:.2f} GiB for weights, gradients, Adam's states and "
         "activations of each rank"
@@ -31,7 +31,7 @@ def limited_to_budget(run, strategy, budget):
 
 
 def warm_up_adam(run):
-    """A step of Adam on one number: what PyTorch imports for it is no part of a budget."""
+    """Take a step of Adam on one number: what PyTorch imports for it is no part of a budget."""
     number = torch.nn.Parameter(torch.zeros(1, device=run.device))
     number.grad = torch.zeros_like(number)
     torch.optim.AdamW([number]).step()
@@ -39,7 +39,7 @@ def warm_up_adam(run):
 
 @torch.no_grad()
 def error_of_loss(run, batch):
-    """The error of the reference's mean loss, see `error_of_mean`, of the whole batch."""
+    """Return the error of the reference's mean loss of the whole batch, see `error_of_mean`."""
     ids, mask, labels = batch
 
     def losses(model):
@@ -50,12 +50,12 @@ def error_of_loss(run, batch):
 
 
 def numbers_at_peak(run, by_layer):
-    """What a rank of P holds at most in a step with FSDP2, of few tokens: so many numbers.
+    """Return how many numbers a rank of P holds at most in a step of few tokens with FSDP2.
 
     Its shares of weights and of Adam's states are 3 W / P. In the backward a unit holds its
     full gradients, and a copy as the reduce-scatter's input; finished units keep only a shard. The
-    root, with what no layer has, is full from the forward on. Of a head, of its gradient, and
-    of L layers the peak is the larger of
+    root unit, which has what no layer has, is full from the forward on. Beyond the shares the peak
+    is the larger of these, with L layers; "head" is the gradient of the head:
 
         4 layers + root + head + (L - 2) layers / P     a layer, when the next one is gathered
         2 roots + (W - root) / P                        the root, at the end

@@ -1,4 +1,4 @@
-"""How a parallel run is held against the reference: the unmodified module, run by rank 0 alone."""
+"""Compare a parallel run with the reference: the unmodified module, run by rank 0 alone."""
 
 import math
 import re
@@ -17,31 +17,32 @@ from utils.shards import ReplicatedKVLinear, shard_of
 # Allowed difference in float64, as a share of the largest reference value. A parallel run adds the
 # same products in another order, so it is off by a few roundings, of 1e-16, times the square root
 # of the number of additions: about 1e-14. In float32 and bfloat16 it is measured: `tolerance.py`.
-# What should be zero in one layer, and is rounding, may be off by FLOOR of what others have.
+# Values that should be zero, and are rounding, may be off by FLOOR of the check's largest value.
 TOLERANCE, FLOOR = 1e-10, 1e-13
 NAME_WIDTH = 69  # characters, so that a check is one line of at most 100
 HIDES = 0.1  # a reference that is off by such a share of its values hides too much
-# Checks whose tolerance is not one of rounding: of printed values, and of how far a loss goes down.
+# Checks whose tolerance is not for rounding: of printed values, and of how far a loss goes down.
 OTHERWISE = "golden", "last loss"
 
 
 class Comparison:
     """The comparing half of `job.Run`. Every method is called by all ranks together."""
 
-    longest_sum = 1  # of how many products a value of the model is a sum, at most
+    longest_sum = 1  # how many products a value of the model is a sum of, at most
     verbose = False  # whether all that a check measured is printed
 
     def references(self, module):
-        """Rank 0's whole module in a list, and the same in a wider dtype. Elsewhere empty."""
+        """Return on rank 0 [its whole module, the same in a wider dtype if any]; elsewhere []."""
         if self.rank:
             return []
         return [module, *([widen(module)] if self.dtype in WIDER else [])]
 
     def reference_values(self, function, references):
-        """What function(module) gives for the references, on every rank.
+        """Return what function(module) gives for the references, on every rank.
 
-        function returns tensors; for each, a tuple with its value for every reference. What is
-        float64 in a float32 run comes as float32, which is off by half a unit in its last place.
+        function returns tensors. The result has a tuple for each, with its value for every
+        reference. What is float64 in a float32 run comes as float32, which is off by half a unit in
+        its last place.
         """
         values = [function(module) for module in references]
         shape = self.broadcast((len(values), len(values[0])) if values else None)
@@ -55,14 +56,13 @@ class Comparison:
         return [tuple(value(r, i) for r in range(shape[0])) for i in range(shape[1])]
 
     def compare(self, name, pairs, tolerance=None, own_error=0.0, kind=None):
-        """A part of a check, to which `check` of the same name, later, gives the verdict.
+        """Compare pairs as a part of a check; `check` of the same name, later, gives the verdict.
 
-        pairs: (actual, reference), tensors of one shape, or (actual, reference, exact) where
-        `exact` is the wider reference of a run in float32 or bfloat16: then by `tolerance.judge`,
-        and the differences are from it.
-        tolerance: absolute bound; of pairs, by default, `TOLERANCE` of the largest value.
-        own_error: see `tolerance.measure`.
-        kind: of one check, pairs of one kind are those whose usual errors are alike.
+        pairs: of tensors of one shape, (actual, reference), or (actual, reference, exact). `exact`
+        is the wider reference's in a run in float32 or bfloat16. With it, errors are differences
+        from it, and `tolerance.judge` decides. tolerance: an absolute bound; by default `TOLERANCE`
+        of the largest value of a pair. own_error: see `tolerance.measure`. kind: within a check,
+        pairs of one kind are those whose usual errors are alike.
         """
         found, measured = self.compared.setdefault(name, ([], {}))
         for actual, reference, *exact in pairs:
@@ -86,9 +86,10 @@ class Comparison:
             )
 
     def check(self, name, pairs=(), tolerance=None, own_error=0.0):
-        """`compare` on every rank, tell all ranks, print one line; a failure ends the job, exit 1.
+        """Compare pairs, give all ranks' verdict, and print one line; a failure ends the job.
 
-        The line shows the rank and the pair whose difference came closest to its tolerance.
+        The line shows the rank and the pair whose difference came closest to its tolerance. The
+        exit code of a failure is 1.
         """
         self.compare(name, pairs, tolerance, own_error)
         found, measured = self.compared.pop(name)
@@ -125,11 +126,14 @@ class Comparison:
             self.print0(f"    rank {rank} is nearest; {details_of(worst)}")
 
     def print_failed(self, name, rank, why):
-        """The line of a check that failed."""
+        """Print the line of a check that failed."""
         self.print0(f"{styled('FAILED', 'red')} {name} (rank={rank}): {why}")
 
     def nearest(self):
-        """The check that came nearest to failing, in words; golden values have four digits only."""
+        """Return, in words, the check that came nearest to failing.
+
+        Those of OTHERWISE do not count: golden values, for one, have four digits only.
+        """
         shares = {
             check["name"]: check["share"]
             for check in self.checks
@@ -139,9 +143,9 @@ class Comparison:
         return f"{name} ({shares[name]:.0%} of it)" if name else "none has one"
 
     def furthest_off(self):
-        """How far the reference itself is off at most, by rms over a tensor, in words; or nothing.
+        """Return, in words, how far the reference itself is off at most, by rms over a tensor.
 
-        An error that is much smaller than this is not seen.
+        An error that is much smaller than this is not seen. The text is empty if none was measured.
         """
         shares = {c["name"]: c["own_rms_share"] for c in self.checks if "own_rms_share" in c}
         name = max(shares, key=shares.get, default=None)
@@ -153,25 +157,29 @@ class Comparison:
         return text
 
     def check_same_bits(self, name, tensor):
-        """All ranks hold the same bits: what a reduction must give, and what replicas must keep."""
+        """Check that all ranks hold the same bits, as after a reduction, or in replicas."""
         self.check(name, [(tensor, self.broadcast(tensor))], tolerance=0.0)
 
     def check_golden(self, name, tensor, golden):
-        """The first and last three values are those that the assignment prints, to four digits."""
+        """Compare the first and last three values with those that the assignment prints.
+
+        These have four digits.
+        """
         ends = tensor.flatten()[[0, 1, 2, -3, -2, -1]].float()
         # Half a unit of the last printed digit, and float32 noise.
         self.check(f"golden {name}", [(ends, torch.tensor(golden).to(ends))], tolerance=5.1e-5)
 
     def shards(self, module):
-        """Of every rank, {name: its region, see `shard_of`} of its parameters."""
+        """Return for every rank {name: its region, see `shard_of`} of its parameters."""
         return self.gather_objects({n: shard_of(p) for n, p in module.named_parameters()})
 
     def slices(self, module, references, only, *values):
-        """{kind: generator of (this rank's value, the reference's slice, ...)} of all parameters.
+        """Return {kind: generator of (this rank's value, the reference's slice, ...)}.
 
-        module: this rank's share; references: see there. values: functions of a parameter, the
-        first of this rank's and the full one's, others of the full one's alone. Parameters of
-        one kind, one in each layer, go together; only(name) leaves some out.
+        module: this rank's share. references: see the method. values: functions of a parameter. The
+        first gives this rank's value and the full one; each further one gives another value of the
+        full parameter. Parameters of one kind, one in each layer, go together; only(name) leaves
+        some out.
         """
         local = dict(module.named_parameters())
         full = dict(references[0].named_parameters()) if references else {}
@@ -191,11 +199,11 @@ class Comparison:
         return {kind: pairs(names) for kind, names in kinds.items()}
 
     def check_weights(self, title, module, references, only=lambda name: True, unsplit=("norm",)):
-        """Shards are slices of the full weights, and all else is equal on all ranks: exactly.
+        """Check that shards are slices of the full weights, and all else is equal on all ranks.
 
-        All of a weight is on some rank. unsplit: words in the names of parameters that a rank may
-        have in full; with "" all may, and that is no check. Any other parameter that is left
-        unsplit, or split with everything on one rank, fails.
+        Both are exact. Together the ranks must have all of a weight. unsplit: words in the names of
+        parameters that a rank may have in full. "" is in every name, so then this is not checked.
+        Any other parameter that is left unsplit, or split with everything on one rank, fails.
         """
         kinds = self.slices(module, references, only, lambda parameter: parameter.detach())
         pairs = (pair for kind in kinds.values() for pair in kind)
@@ -207,7 +215,7 @@ class Comparison:
             for name in filter(only, sizes)
             if not covered(sizes[name], [shard[name] for shard in shards if name in shard])
         ]
-        added = {name for shard in shards for name in shard} - sizes.keys()  # a head, once tied
+        added = {name for shard in shards for name in shard} - sizes.keys()  # a head, tied before
         count = torch.tensor(float(len(missing) + len(added)))
         self.check(f"{title} weights, nothing left out", [(count, 0 * count)], 0.0)
         if "" in unsplit:
@@ -233,16 +241,17 @@ class Comparison:
             self.check(f"{title} {kind} grad", pairs)
 
     def place(self, module):
-        """A module on the run's device and in its dtype."""
+        """Move a module to the run's device and dtype, and return it."""
         module = module.to(self.device, self.dtype)
         if self.dtype == torch.float64:
             compute_in_float64(module)
         return module
 
     def to_each(self, tensor, shards):
-        """Of rank 0's tensor each rank's region, to that rank; None: it has none.
+        """Send each rank its region of rank 0's tensor. Return this rank's; None if it has none.
 
-        No other rank holds the whole of it: it may be the largest tensor there is.
+        shards: each rank's region, or None. No other rank holds the whole tensor: it may be the
+        largest that there is.
         """
         dtype = self.broadcast(tensor.dtype if self.rank == 0 else None)
         local = None
@@ -255,14 +264,14 @@ class Comparison:
             if self.rank == rank:
                 size = [part.stop - part.start for part in shard]
                 local = received = sent if rank == 0 else sent.new_empty(size)
-            if rank:  # as a collective, not `send`: all ranks count alike, see watchdog.py
+            if rank:  # a collective, not `send`, as all ranks must count alike: see watchdog.py
                 got, given = [0] * self.world_size, [0] * self.world_size
                 got[0], given[rank] = received.numel(), sent.numel()
                 dist.all_to_all_single(received.view(-1), sent.reshape(-1), got, given)
         return local
 
     def deal(self, module):
-        """read(name, shard) for `materialize`: slices of a module that rank 0 alone has."""
+        """Return read(name, shard) for `materialize`: slices of a module that rank 0 alone has."""
 
         def read(name, shard):
             full = module.get_parameter(name) if self.rank == 0 else None
@@ -271,7 +280,7 @@ class Comparison:
         return read
 
     def check_allclose(self, title, what, actual, reference, against="reference"):
-        """The assignment's own assertion: torch.allclose(actual, reference, atol=1e-6), literally.
+        """Run the assignment's own assertion: torch.allclose(actual, reference, atol=1e-6).
 
         It allows each element 1e-6 and, by its default rtol, 1e-5 of the reference's element. In
         float64 a failure ends the job, as in `check`. In float32 and bfloat16 only the verdict is
@@ -318,12 +327,12 @@ class Comparison:
 
 
 def covered(size, regions):
-    """Whether the ranks' regions of a tensor, a slice for each dim, leave nothing of it out."""
+    """Return whether the regions of a tensor, a slice for each dim, leave nothing of it out."""
     edges = [
         {0} | {edge for region in regions for edge in (region[dim].start, region[dim].stop)}
         for dim in range(len(size))
     ]
-    # From one edge to the next, all is in a region or nothing is: the first of it tells.
+    # From one edge to the next, a region has all or nothing: so the first place tells.
     corners = product(*(of_dim - {length} for of_dim, length in zip(edges, size, strict=True)))
     return all(
         any(
@@ -335,7 +344,7 @@ def covered(size, regions):
 
 
 def nearest_of(many, dtype, worst, longest_sum):
-    """The record of a check by `tolerance.judge`: of the tensor that comes nearest to a limit."""
+    """Return the record of a check by `tolerance.judge`: of the tensor nearest to a limit."""
     judged = list(judge(many, dtype, worst, longest_sum))
     share, nearest, kind, part, *numbers = max(judged, key=lambda found: found[0])
     (largest,) = (found for found in judged if found[1:3] == (nearest, "max"))
@@ -363,15 +372,15 @@ def nearest_of(many, dtype, worst, longest_sum):
 
 
 def shortened(name):
-    """A check's name in at most NAME_WIDTH characters: its middle is left out."""
+    """Return a check's name in at most NAME_WIDTH characters, if need be without its middle."""
     if len(name) <= NAME_WIDTH:
         return name
-    end = NAME_WIDTH * 2 // 3  # which says of what parameter it is
+    end = NAME_WIDTH * 2 // 3  # the end names the parameter
     return f"{name[: NAME_WIDTH - end - 3]}...{name[-end:]}"
 
 
 def details_of(record):
-    """What --verbose tells of a check, in words. record: as in the JSON file."""
+    """Return what --verbose tells of a check, in words. record: as in the JSON file."""
     text = f"mean|diff| {record['mean_abs_diff']:.1e}"
     text += f", largest value {record['max_abs_reference']:.1e}"
     if times := record.get("times_reference"):
@@ -383,18 +392,18 @@ def details_of(record):
 
 
 def share_of(value, bound):
-    """How near to a bound; infinite for what is no number, which must not pass."""
+    """Return the value as a share of the bound; infinite for a NaN, which must not pass."""
     share = value / bound if bound else math.inf if value else 0.0
     return math.inf if share != share else share
 
 
 def kind_of(name):
-    """A parameter's name without its layer's number: what is alike in all layers goes together."""
+    """Return a parameter's name without its layer's number: the same for all layers."""
     return re.sub(r"\b(layers|h)\.\d+\.", r"\1.*.", name)
 
 
 def difference(a, b):
-    """Largest and mean |a - b|; in pieces, as in `tolerance.measure`."""
+    """Return the largest and the mean |a - b|; in pieces, as in `tolerance.measure`."""
     largest, total = a.new_zeros((), dtype=torch.float64), 0.0
     chunk = CHUNK[a.device.type]
     for x, y in zip(a.detach().flatten().split(chunk), b.flatten().split(chunk), strict=True):

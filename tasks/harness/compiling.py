@@ -1,4 +1,4 @@
-"""Layers by torch.compile, for --compile."""
+"""Compile layers by torch.compile, for --compile."""
 
 import os
 import shutil
@@ -22,7 +22,7 @@ def compile_layers(model, device):
     compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
     if device.type == "cpu" and not shutil.which(compiler):
         raise UserError(f"--compile: on a CPU it needs a C++ compiler; there is no {compiler}")
-    # Of a cache each layer has a part of its own, for which it would be compiled anew.
+    # Each layer has its own part of a cache, and would be compiled anew for it.
     model.config.use_cache = model.generation_config.use_cache = False
     # A function is compiled for each kind of input that it meets. Too many of them are an error:
     # else it would go on uncompiled, and what is checked would be something else. (Older PyTorch

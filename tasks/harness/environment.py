@@ -26,22 +26,22 @@ from packaging.version import Version
 
 from shared_memory.slots import neighbourhood
 
-TESTED = {  # from, to
+TESTED = {  # oldest, newest
     "torch": ("2.7", "2.15.0"), "transformers": ("4.48.3", "5.24.0"), "peft": ("0.14.0", "0.21.2"),
 }  # fmt: skip
 
 GPU_FILES = "/dev/nvidia[0-9]*", "/proc/driver/nvidia/gpus/*"
 # From this version on NCCL lets several ranks have one GPU, where this variable is 1.
 SHARING_NCCL, SHARING_ALLOWED = Version("2.30"), "NCCL_MULTI_RANK_GPU_ENABLE"
-START_S = 120  # by how many seconds ranks may differ in starting
+START_S = 120  # seconds by which the ranks' starts may differ
 
 
 def fail(message, patient=True):
     """Print one `error:` line for the whole job and exit with code 2."""
-    when_stopped(signal.SIG_DFL)  # Task 5's handler would sleep on
+    when_stopped(signal.SIG_DFL)  # with Task 5's handler, the sleep below would go on
     if patient and env_rank():
         # torchrun ends the job when the first rank exits; if that were this one, rank 0's line
-        # could get lost. Rank 0 sees the same error unless only this rank can see it.
+        # could get lost. So wait: rank 0 mostly has the same error, and ends the job meanwhile.
         time.sleep(10 + 0.5 * min(env_rank(), 10))
     sys.stdout.flush()
     print(f"error: {' '.join(str(message).split())}", file=sys.stderr, flush=True)
@@ -49,7 +49,7 @@ def fail(message, patient=True):
 
 
 def when_stopped(handler):
-    """What happens when this process is asked to stop."""
+    """Set what happens when this process is asked to stop; handler: as `signal.signal` takes it."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, handler)
 
@@ -60,7 +60,7 @@ def env_rank():
 
 
 def read_environment():
-    """The world size that torchrun set, or 1 without torchrun."""
+    """Return the world size that torchrun set, or 1 without torchrun."""
     names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"]
     values = {name: os.environ[name] for name in names if os.environ.get(name)}
     if not values:
@@ -77,7 +77,7 @@ def read_environment():
 
 
 def join_store():
-    """The ranks' common store, and this rank; for one start attempt of torchrun's only."""
+    """Return the ranks' common store, for this start attempt of torchrun's alone, and the rank."""
     try:
         timeout = datetime.timedelta(seconds=START_S)
         store, rank, _ = next(dist.rendezvous("env://", timeout=timeout))
@@ -90,15 +90,16 @@ def join_store():
 
 
 def end_with_parent(signal_number=signal.SIGTERM):
-    """Have this process be sent a signal when the one that started it ends; on Linux."""
+    """Have Linux send this process a signal when the process that started it ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal_number)  # 1 = PR_SET_PDEATHSIG
 
 
 def end_with_torchrun():
-    """If torchrun is killed, its workers would live on, each in a session of its own.
+    """End this process when torchrun ends; on Linux.
 
-    The same holds for a script that starts its ranks itself: see `processes`.
+    Workers would live on if torchrun is killed, each in a session of its own. The same holds for a
+    script that starts its ranks itself: see `processes`.
     """
     if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent()
@@ -108,11 +109,11 @@ def end_with_torchrun():
         else:
             orphan = os.getppid() == 1 and b"torch" not in Path("/proc/1/cmdline").read_bytes()
         if orphan:
-            os._exit(1)  # it is gone already
+            os._exit(1)  # torchrun, or the script, is gone already
 
 
 def end_sibling(rank):
-    """End another rank of this machine; if it is stopped, torchrun would wait half a minute."""
+    """Kill another rank of this machine; if it were stopped, torchrun would wait half a minute."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         for process in psutil.Process(os.getppid()).children():
             with suppress(psutil.Error):
@@ -121,7 +122,10 @@ def end_sibling(rank):
 
 
 def check_writable(path, flag="--json"):
-    """Refuse an output file that cannot be written, before any work is done. flag: names it."""
+    """Refuse an output file that cannot be written, before any work is done.
+
+    flag: its name in the error message.
+    """
     if path is None:
         return
     try:
@@ -134,7 +138,7 @@ def check_writable(path, flag="--json"):
 
 
 def unusable_gpu():
-    """What is to be said of a GPU that is here and that PyTorch cannot use; else None."""
+    """Return what to say if a GPU is here that PyTorch cannot use; else None."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     if hidden or torch.cuda.is_available() or not any(glob(pattern) for pattern in GPU_FILES):
         return None
@@ -145,17 +149,17 @@ def unusable_gpu():
 
 
 def count_gpus():
-    """The GPUs that PyTorch can use; it counts those without a driver that works, too."""
+    """Return how many GPUs PyTorch can use. (`device_count` also counts those without a driver.)"""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def count_local_ranks():
-    """The ranks of this machine."""
+    """Return how many ranks this machine has."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def choose_device(wanted, shared=False):
-    """This rank's device, and a notice if it is not what one would expect.
+    """Return this rank's device, and a notice if it is not what one would expect.
 
     shared: several ranks may have one GPU.
     """
@@ -181,26 +185,26 @@ def choose_device(wanted, shared=False):
     os.environ["NVIDIA_TF32_OVERRIDE"] = "0"  # else it would beat what is set below
     try:
         torch.cuda.set_device(device)
-        # Autograd's thread has a context from the start: else cuBLAS warns there.
+        # Gives autograd's thread a CUDA context from the start: else cuBLAS warns there.
         torch.ones((), device=device, requires_grad=True).exp().backward()
     except RuntimeError as error:
         fail(f"{device}: {error}; use --device cpu", patient=False)
     if hasattr(torch.backends.cuda.matmul, "fp32_precision"):  # an environment may allow TF32
         torch.backends.cuda.matmul.fp32_precision = "ieee"
     else:
-        torch.set_float32_matmul_precision("highest")  # deprecated where there is the other
+        torch.set_float32_matmul_precision("highest")  # deprecated in newer PyTorch
     # PyTorch 2.7.0 may hang in NCCL's non-blocking mode (pytorch issue 153960). NVSwitch's sums may
     # differ from one call to the next: what is compared to the bit would not agree.
     os.environ.setdefault("TORCH_NCCL_USE_COMM_NONBLOCKING", "0")
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
-        # What a timeout of the attempt before left in torchrun's store would end this one.
+        # Else this attempt would end by what a timeout of the last one left in torchrun's store.
         os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
     return device, None
 
 
 def nccl_version():
-    """The version of the NCCL that PyTorch calls, such as "2.32.3"; None if there is no NCCL.
+    """Return the version of the NCCL that PyTorch calls, such as "2.32.3"; None if there is none.
 
     `torch.cuda.nccl.version()` says which one PyTorch was built with. Another may have been loaded
     in its place, by LD_PRELOAD, so the library itself is asked.
@@ -209,11 +213,11 @@ def nccl_version():
         return None
     number = ctypes.c_int()
     try:
-        # Found in this file or in what it needs, as libnccl.so.2 is. A library that is loaded
-        # already is not loaded again.
+        # The function is in this library or in one that it needs, such as libnccl.so.2. What is
+        # loaded already is not loaded again.
         library = find_spec("torch._C").origin
         ctypes.CDLL(library).ncclGetVersion(ctypes.byref(number))
-    except (OSError, AttributeError):  # linked into PyTorch and hidden there: no other is called
+    except (OSError, AttributeError):  # NCCL is linked into PyTorch, hidden: no other is called
         return ".".join(map(str, torch.cuda.nccl.version()[:3]))
     return f"{number.value // 10000}.{number.value // 100 % 100}.{number.value % 100}"
 
@@ -241,7 +245,7 @@ class Sharing:
         return self.gpus < self.local_ranks
 
     def why_not_nccl(self):
-        """Why NCCL refuses ranks that share a GPU, in words; empty if it takes them."""
+        """Return why NCCL refuses ranks that share a GPU, in words; empty if it takes them."""
         reasons = [] if self.allowed else [f"{SHARING_ALLOWED} is not 1"]
         if self.nccl is None:
             reasons.append("this PyTorch has no NCCL")
@@ -251,9 +255,10 @@ class Sharing:
 
 
 def share_gpus(ranks):
-    """The backend of --share-gpus, and a note that says it and why; None if no GPU is shared.
+    """Return the backend of --share-gpus, and a note that names it and says why.
 
-    ranks: the `Sharing` of each. All ranks decide from the same list, so they decide alike.
+    The note is None if no GPU is shared. ranks: the `Sharing` of each rank. All ranks decide from
+    the same list, so they decide alike.
     """
     sharing = next((rank for rank in ranks if rank.shared), None)
     if sharing is None:
@@ -273,9 +278,9 @@ def share_gpus(ranks):
 def agree(store, rank, world_size, args, device):
     """Refuse ranks that were started with different flags or libraries; torchrun cannot tell.
 
-    Through the store, before there are collectives: ranks of other devices would never meet.
-    Returns what there is to say of the libraries' versions, whether all can share memory, and each
-    rank's `Sharing`.
+    They compare through the store, before there are collectives, in which ranks of different
+    devices would never meet. Returns notes on GPUs that differ and on versions of libraries that
+    are not tested, whether all ranks can share memory, and each rank's `Sharing`.
     """
     local = {f"--{name.replace('_', '-')}": str(value) for name, value in vars(args).items()}
     local |= {name: version(name) for name in TESTED} | {"the device": device.type}

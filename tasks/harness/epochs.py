@@ -1,4 +1,4 @@
-"""Training by epochs: what a single rank would lose, what is printed, and what memory it takes."""
+"""Around training by epochs: the losses of a single rank, what is printed, and memory."""
 
 import math
 import os
@@ -17,7 +17,7 @@ from loading.architectures import count_parameters
 from loading.batches import gather_batch
 from utils.gradients import local_part
 
-COPIED = {  # whether each rank has all parameters, all gradients, and both of all Adam's states
+COPIED = {  # whether each rank has all parameters, all gradients, all of Adam's states
     "by-hand": (True, True, True), "ddp": (True, True, True),
     "zero1": (True, True, False), "fsdp2": (False, False, False),
 }  # fmt: skip
@@ -26,8 +26,8 @@ COPIED = {  # whether each rank has all parameters, all gradients, and both of a
 def estimate(run, batch_size, seq_len):
     """Print and check the number of parameters; print, in closed form, the memory of a step.
 
-    An article's formula: 4 numbers a parameter, for weights, gradients and Adam's two states; for
-    activations, and as much again for their gradients, those of `activations_by_article`.
+    It is an article's formula: 4 numbers a parameter, for weights, gradients and Adam's two states,
+    and twice `activations_by_article`, for activations and their gradients.
     """
     c, count = run.source.config, number_of_parameters(run.source)
     run.print0(f"Model has {count} parameters")
@@ -63,22 +63,22 @@ def activations_by_article(config, batch_size, seq_len):
 
 
 def print_workers(run):
-    """Who is who, and where they meet; nowhere without torchrun."""
+    """Print each rank's number and where the ranks meet: "none" without torchrun."""
     meet = [os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT") if name in os.environ]
     address = ":".join(meet) or "none"
     run.print_in_order(f"Starting worker {run.rank}/{run.world_size} with master address {address}")
 
 
 def expect_training(run, reference, batches, epochs, lr):
-    """`losses_alone`, or None where what three steps change is not compared, either.
+    """Return `losses_alone`; None without epochs, or where changes by steps are not compared.
 
-    reference: a `step_checks.Reference`.
+    reference: a `step_checks.Reference`, which says so.
     """
     return losses_alone(run, batches, epochs, lr) if epochs and reference.three else None
 
 
 def losses_alone(run, batches, epochs, lr):
-    """The references' losses on the ranks' batches, of each step and each epoch's validation."""
+    """Return the references' losses on the ranks' batches: of steps and epochs' validation."""
     steps, validation = ([gather_batch(run, batch)[1] for batch in each] for each in batches)
 
     def curve(model):
@@ -90,9 +90,10 @@ def losses_alone(run, batches, epochs, lr):
 
 
 def losses_of_training(model, steps, validation, epochs, lr):
-    """Train an unsplit model by AdamW: the losses of each step and each epoch's validation.
+    """Train an unsplit model by AdamW. Return the losses of steps and of each epoch's validation.
 
-    steps, validation: batches of ids, mask and labels, (B, S) each; those of validation as one.
+    steps, validation: batches of ids, mask and labels, (B, S) each; the loss of validation is that
+    of all its batches as one.
     """
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr), []
     for _ in range(epochs):
@@ -109,15 +110,15 @@ def losses_of_training(model, steps, validation, epochs, lr):
 
 
 def check_losses(run, strategy, losses, expected, own_error):
-    """Those of a training are the references', in the same order. own_error: see `Run.compare`."""
+    """Compare a training's losses with the references', in order. own_error: see `Run.compare`."""
     losses = expected[0].new_tensor(losses)
     run.check(f"{strategy}: losses of the training", [(losses, *expected)], own_error=own_error)
 
 
 def record_epoch(run, steps, epoch, count):
-    """Take an epoch's steps, print their losses, and return this rank's record of it.
+    """Take an epoch's steps, print their losses, and return this rank's record of the epoch.
 
-    steps: yields of each step the batch and this rank's part of the loss; there are `count`.
+    steps: yields the batch and this rank's part of the loss, `count` times.
     """
     tokens, losses = 0, []
     run.synchronize()
@@ -148,7 +149,7 @@ def print_epoch(run, record):
 
 
 def losses_of_epochs(records):
-    """Return the losses of all steps in one list, behind each epoch's that of its validation."""
+    """Return all losses in one list: of each epoch the steps', then that of its validation."""
     of_epochs = ([*record["losses"], record["validation_loss"]] for record in records)
     return list(chain.from_iterable(of_epochs))
 
@@ -156,7 +157,7 @@ def losses_of_epochs(records):
 def print_pace(run, name, records, more):
     """Print mean time and speed of the epochs but the first, which warms up; return the times.
 
-    records: of each epoch, those of all ranks. more: is added to the line of the speed.
+    records: for each epoch a list with each rank's. more: is added to the line of the speed.
     """
     counted = records[1:] or records
     times = [statistics.mean(record["training_time_s"] for record in ranks) for ranks in counted]
@@ -178,12 +179,12 @@ def mean_and_deviation(values, form):
 
 
 def bytes_kept(model, step):
-    """Bytes of tensors, but for parameters, that step()'s forward keeps for its backward."""
+    """Return the bytes of tensors, without parameters, that step()'s forward keeps."""
     kept = {}
 
     def pack(tensor):
         storage = tensor.untyped_storage()
-        # Asked each time: FSDP2's are whole, and no DTensors, only while their layer runs.
+        # Asked each time: FSDP2's parameters are whole, no DTensors, only while their layer runs.
         whole = (p for p in model.parameters() if not isinstance(p, DTensor))
         if storage.data_ptr() not in {p.untyped_storage().data_ptr() for p in whole}:
             kept[storage.data_ptr()] = storage.nbytes()
@@ -195,9 +196,12 @@ def bytes_kept(model, step):
 
 
 def bytes_held(model, optimizer):
-    """Of parameters, gradients and the optimizer's states, on this rank; not of single numbers."""
+    """Return this rank's bytes of [parameters, gradients, the optimizer's states].
+
+    States that are single numbers do not count.
+    """
     parameters = list(model.parameters())
-    inner = getattr(optimizer, "optim", optimizer)  # ZeRO's has this rank's share
+    inner = getattr(optimizer, "optim", optimizer)  # ZeRO's inner one has this rank's share
     states = [value for state in inner.state.values() for value in state.values()]
     held = parameters, [p.grad for p in parameters], [s for s in states if s.dim()]
     return [sum(local_part(tensor).nbytes for tensor in tensors) for tensors in held]
@@ -206,7 +210,8 @@ def bytes_held(model, optimizer):
 def check_memory(run, strategy, model, optimizer, activations):
     """Check that sharded state exists once and replicated state on every rank, to the byte.
 
-    And no rank has more of it than its share and a parameter: ZeRO-1 deals whole ones.
+    Check also that no rank has more than its share and one parameter: ZeRO-1 deals whole
+    parameters.
     """
     held = bytes_held(model, optimizer)
     everyone, P = run.gather_objects([*held, activations]), run.world_size

@@ -1,4 +1,4 @@
-"""Around Task 5's training: the model with its adapter, what saves memory, prints and saves."""
+"""Around Task 5's training: the adapter, the text, what saves memory, steps, and the result."""
 
 import argparse
 import copy
@@ -35,7 +35,7 @@ SAVES = {
     "head-groups": "attention a few heads at a time",
     "offload": "keep what is kept of layers in host memory; nothing without a GPU",
 }
-# What is checked by itself: backward, tiled_loss, tiled_mlp, head_groups, offload.
+# {name: (backward, tiled_loss, tiled_mlp, head_groups, offload)} of what is checked by itself.
 ALONE = {
     "layers taken apart": ("plain", False, False, False),
     "tiled loss alone": ("plain", True, False, False),
@@ -44,14 +44,14 @@ ALONE = {
     "checkpointing alone": ("checkpoint", False, False, False),
     "selective checkpoint": ("selective", True, True, False),
     "saved outputs alone": ("saved-outputs", False, False, False),
-    "saved outputs in host memory": ("saved-outputs", False, False, False, True),  # of a GPU's
+    "saved outputs in host memory": ("saved-outputs", False, False, False, True),  # on a GPU
     "checkpointing and tiles": ("checkpoint", True, True, True),
     "all together": ("saved-outputs", True, True, True),
 }
 
 
 def adapter_config(peft, num_virtual_tokens=32, lora_rank=8):
-    """PEFT's of what --peft trains; None for all weights."""
+    """Return PEFT's configuration of what --peft trains; None if it trains all weights."""
     if peft == "prompt":
         return PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=num_virtual_tokens)
     targets, of_lora = ["q_proj", "k_proj", "v_proj", "o_proj"], {"r": lora_rank, "lora_alpha": 16}
@@ -60,9 +60,9 @@ def adapter_config(peft, num_virtual_tokens=32, lora_rank=8):
 
 
 def load_adapted(run, config, parallelize=None, checkpointing=False):
-    """The model of --model with an adapter, seeded: the same on every rank.
+    """Load the model of --model with an adapter, seeded: the same on every rank.
 
-    config: see `adapter_config`. checkpointing: by Hugging Face's own recomputation of layers.
+    config: see `adapter_config`. checkpointing: whether Hugging Face's own way recomputes layers.
     """
     model = run.load_model(parallelize)
     model.config.use_cache = False  # there is nothing to generate
@@ -82,10 +82,10 @@ def load_adapted(run, config, parallelize=None, checkpointing=False):
 
 
 def read_text(run, args):
-    """--num-sequences rows of the text, as `shard_loss` takes them; each one's documents; its size.
+    """Return --num-sequences rows of the text, each row's documents, and a row's size.
 
-    Of a row that is not packed its tokens are the one document. The size is in positions, of
-    virtual tokens, too.
+    The rows are as `shard_loss` takes them. A row that is not packed has one document, all its
+    tokens. The size is in positions, those of virtual tokens included.
     """
     config, seq_len, most = run.source.config, args.seq_len, 2**20
     virtual = args.num_virtual_tokens if args.peft == "prompt" else 0
@@ -93,7 +93,7 @@ def read_text(run, args):
         raise UserError("--memory-budget: only on CUDA and Linux can memory be limited")
     if args.num_virtual_tokens > most:
         raise UserError(f"--num-virtual-tokens {args.num_virtual_tokens}: at most {most}")
-    # Of two tokens, some gradients are 0.
+    # With two tokens, some gradients are 0.
     if virtual + seq_len < run.world_size or seq_len < 3:
         raise UserError(
             f"--seq-len {seq_len}: too short, each rank needs a token, and the loss three"
@@ -120,7 +120,7 @@ def read_text(run, args):
 
 
 def add_memory_flags(parser):
-    """Their flags, which `techniques_of` reads."""
+    """Add to a parser the flags that save or limit memory, which `techniques_of` reads."""
     title = "memory (results change by rounding alone; all but the first are parts of it)"
     add = parser.add_argument_group(title).add_argument
     for name, what in SAVES.items():
@@ -141,7 +141,7 @@ def add_memory_flags(parser):
 
 
 def techniques_of(args, device):
-    """What saves memory, by the flags; None for Task 4's own forward."""
+    """Return the memory techniques that the flags ask for; None for Task 4's own forward."""
     if not args.long_sequence or args.gradient_checkpointing:
         return None
     backward = "saved-outputs" if args.saved_outputs else "checkpoint"
@@ -152,13 +152,13 @@ def techniques_of(args, device):
 
 
 def default_tile_mib(device, budget=None):
-    """MiB of a tile; of a budget, in bytes, a small part."""
+    """Return the MiB of a tile; given a budget, in bytes, a small part of it."""
     mib = 1024 if device.type == "cuda" else 8
     return mib if budget is None else max(8, min(mib, budget // 2**25))
 
 
 def possible_techniques(run, model, techniques):
-    """Those of them that the model allows, which are printed."""
+    """Return and print those of the techniques that the model allows."""
     techniques, why = supported_techniques(llama_of(model), techniques)
     if why:
         run.print0(f"note: {why}: only some of the memory techniques are left")
@@ -183,18 +183,18 @@ def each_alone(run, model):
 
 
 def warm_up(run, model, compute):
-    """A step of as few tokens as can be, so that threads and libraries have what they keep."""
+    """Take a step of as few tokens as can be: then threads and libraries have what they keep."""
     compute(model, torch.zeros(1, max(2, run.world_size), dtype=torch.long, device=run.device))
     model.zero_grad()
     aside = torch.nn.Parameter(torch.zeros(1, device=run.device))
     aside.grad = torch.zeros_like(aside)
-    torch.optim.Adam([aside]).step()  # what it imports is more than what it keeps
+    torch.optim.Adam([aside]).step()  # its imports take more than it keeps
 
 
 def within_budget(run, budget, shape, function):
-    """function(), with no more than `budget` bytes, if given; what does not fit is one line.
+    """Call function() with no more than `budget` bytes, if given; what does not fit is one line.
 
-    shape: of a batch, (sequences, positions).
+    shape: of a batch, (sequences, positions). Raises UserError where memory is short.
     """
     try:
         with limited_memory(run.device, budget):
@@ -212,11 +212,12 @@ def within_budget(run, budget, shape, function):
 
 
 def follow(run, training, losses, steps, save):
-    """Take the steps of `training`; time and print each, with a bar where somebody looks.
+    """Take the steps of `training`; time and print each, with a bar in a terminal.
 
-    training: yields a step's loss, and whether a signal ends the training there. losses: one a
-    step, to which those of this training are added; `steps` in the end. save(now): called after
-    each step; now: it is the last. Returns the steps' seconds, and whether a signal ended them.
+    training: yields a step's loss, and whether a signal ends the training there. losses: of the
+    steps so far, one each; this training's are added, until there are `steps`. save(now): called
+    after each step; now: whether it is the last. Returns the steps' seconds, and whether a signal
+    ended them.
     """
     seconds, interrupted = [], False
     bar = tqdm(total=steps, initial=len(losses), disable=run.rank > 0 or None, unit="step")
@@ -235,10 +236,10 @@ def follow(run, training, losses, steps, save):
 
 
 def identity_of_finetuning(flags, config, model, ids):
-    """What must be the same for a checkpoint to be continued; of the weights some values each.
+    """Return what must be the same for a checkpoint to be continued, {name: value}.
 
-    flags: {name: value}. model: without its adapter; what is not frozen counts only where nothing
-    is. ids: all that it is trained on.
+    flags: {name: value}. model: without its adapter. Some values of each frozen weight count; of
+    every weight where none is frozen. ids: all that is trained on.
     """
     every = list(model.parameters())
     kept = [p for p in every if not p.requires_grad] or every
@@ -251,7 +252,10 @@ def identity_of_finetuning(flags, config, model, ids):
 
 
 def report_training(run, positions):
-    """Print what the training came to, by the results. positions: of a step."""
+    """Print a training's losses, times and memory, which are in `run.results`.
+
+    positions: how many a step has.
+    """
     losses, seconds = run.results["losses"], run.results["step_s"]
     run.print0(f"loss {losses[0]:.4f} -> {losses[-1]:.4f} in {len(losses)} steps")
     if seconds:
@@ -264,7 +268,7 @@ def report_training(run, positions):
 
 
 def save_result(run, model, checkpoints):
-    """Rank 0 writes the adapter, or model and tokenizer, as PEFT and transformers have them."""
+    """Write on rank 0 the adapter, or model and tokenizer, as PEFT and transformers have them."""
     if run.rank == 0:
         final = checkpoints.result
         try:

@@ -28,7 +28,7 @@ class Parser(argparse.ArgumentParser):
         return found
 
     def guess(self, unknown):
-        """A flag's name that is like the first one that is unknown, in words; "" if none is."""
+        """Return in words the flag that is most like the first unknown one; "" if none is."""
         known = re.findall(r"--[\w-]+", self.format_usage())
         flags = [word.partition("=")[0] for word in unknown if word.startswith("-")]
         likely = get_close_matches(flags[0], known, n=1) if flags else []
@@ -43,7 +43,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def natural(text, least=0, bits=31):
-    """argparse type: a whole number, 0 included."""
+    """argparse type: a whole number from `least`, below 2**bits."""
     if not text.isdecimal() or not least <= int(text) < 2**bits:
         wanted = "above 0" if least else "from 0"
         raise argparse.ArgumentTypeError(
@@ -65,7 +65,7 @@ def rate(text):
 
 
 def gib(text):
-    """argparse type: GiB, as bytes."""
+    """argparse type: a number of GiB, which becomes bytes."""
     value = float(text)
     if not 0 < value < 2**20:
         raise argparse.ArgumentTypeError(f"must be above 0, in GiB, not {text}")
@@ -77,9 +77,10 @@ NAMES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwe
 
 
 def make_parser(doc, model="tiny", kinds=ONLY_LLAMA):
-    """The common flags of every script; `doc` is the script's docstring, `model` what is run.
+    """Make a parser with the flags that every script has.
 
-    kinds: the model types that the script takes.
+    doc: the script's docstring. model: the default of --model. kinds: the model types that the
+    script takes.
     """
     parser = Parser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.set_defaults(kinds=kinds)
@@ -141,7 +142,7 @@ def make_parser(doc, model="tiny", kinds=ONLY_LLAMA):
 
 
 def add_compile_flag(parser):
-    """Add that of a script whose layers may be compiled, which `Run.compile` heeds; the parser."""
+    """Add --compile to a script's parser, for `Run.compile`. Return the parser."""
     parser.add_argument(
         "--compile",
         action="store_true",
@@ -153,7 +154,7 @@ def add_compile_flag(parser):
 
 @dataclass
 class Workload:
-    """What `show_model` runs a model on, by the flags of the same names."""
+    """What `show_model` runs a model on, from the flags of the same names."""
 
     batch_size: int
     seq_len: int
@@ -167,7 +168,7 @@ class Workload:
 
 
 def add_model_flags(parser):
-    """Add those of a script that calls `show_model`, which `Workload.of` reads; the parser."""
+    """Add the flags of a script that calls `show_model`, for `Workload.of`. Return the parser."""
     add = parser.add_argument
     add("--batch-size", type=positive, default=2, help="sequences in the checks; default 2")
     add("--seq-len", type=positive, default=64, help="tokens a sequence; default 64")

@@ -9,7 +9,7 @@ from utils.llama import mixed_in
 
 
 def library_class(module):
-    """Its class in transformers, of which a technique may have made a subclass."""
+    """Return a module's class in transformers, of which a technique may have made a subclass."""
     kinds = type(module).__mro__
     return next((kind for kind in kinds if kind.__module__.startswith("transformers.")), nn.Module)
 
@@ -17,8 +17,8 @@ def library_class(module):
 def compute_in_float64(model):
     """Make a float64 model's norms and rotary tables float64; Hugging Face has them in float32.
 
-    Without it a float64 comparison is blunt: the final norm rounds differences below 1e-8 away.
-    Done alike to the reference and to the parallel model. Works on any module.
+    Without it a float64 comparison is blunt: the final norm rounds differences below 1e-8 away. It
+    is done alike to the reference and to the parallel model, and works on any module.
     """
     for name, module in list(model.named_modules()):
         parent = model.get_submodule(name.rpartition(".")[0])
@@ -26,9 +26,9 @@ def compute_in_float64(model):
         if kind.__name__.endswith("RMSNorm") and not isinstance(module, RMSNorm64):
             x = torch.linspace(-1, 1, len(module.weight), dtype=torch.float64)
             weights, x = {"weight": x + 2}, x * torch.tensor([[1.0], [1e-3]])
-            fresh = kind(len(module.weight), module.variance_epsilon)  # without its hooks
+            fresh = kind(len(module.weight), module.variance_epsilon)  # without the module's hooks
             before = functional_call(fresh, weights, x)
-            # The same module, which FSDP2 may know.
+            # It stays the same object, which FSDP2 may know.
             module.__class__ = mixed_in(RMSNorm64, type(module))
             fresh.__class__ = mixed_in(RMSNorm64, kind)
             same_function(module, functional_call(fresh, weights, x), before)
@@ -45,25 +45,27 @@ def compute_in_float64(model):
 
 
 def same_function(module, ours, theirs):
-    """RuntimeError if what takes the place of `module` gives something else, beyond rounding.
+    """Raise RuntimeError if what takes the place of `module` gives something else, beyond rounding.
 
     Else a mistake here would be in all float64 results alike; and in float32, where the tolerance
     comes from the distance to float64, it would allow everything.
     """
-    if not (ours - theirs).abs().max() <= 1e-4 * theirs.abs().max():  # a NaN is none
+    if not (ours - theirs).abs().max() <= 1e-4 * theirs.abs().max():  # so a NaN fails, too
         raise RuntimeError(f"{type(module).__name__}: in float64 it is another function")
 
 
 class RMSNorm64:
-    """What is LlamaRMSNorm's own, with its mean and root in float64."""
+    """LlamaRMSNorm's own part, the forward, with mean and root in float64."""
 
     def forward(self, x):
         return F.rms_norm(x, x.shape[-1:], self.weight, self.variance_epsilon)
 
 
 class GPT2Model64:
-    """GPT2Model, whose mask transformers 4 makes in the default dtype: float64's least number has
-    to fit in."""
+    """GPT2Model with a float64 mask, in which float64's least number has to fit.
+
+    transformers 4 makes the mask in the default dtype.
+    """
 
     def forward(self, *args, **kwargs):
         before = torch.get_default_dtype()
@@ -82,7 +84,7 @@ class Rotary64(nn.Module):
         self.rotary = rotary
 
     def forward(self, x, position_ids):
-        """x: for its dtype only; position_ids (B, S) -> cos, sin (B, S, D)."""
+        """Return cos, sin (B, S, D). x: for its dtype only; position_ids: (B, S)."""
         self.rotary(x, position_ids)  # some kinds of RoPE set their frequencies by the length
         angles = (position_ids[..., None] * self.rotary.inv_freq.double()).repeat(1, 1, 2)
         scaling = self.rotary.attention_scaling

@@ -1,4 +1,4 @@
-"""Continuing a text, and holding the continuation against the reference's."""
+"""Continue a text, and compare the continuation with the reference's."""
 
 import torch
 import torch.distributed as dist
@@ -7,8 +7,8 @@ from transformers import GenerationConfig
 
 from utils.errors import UserError
 
-# A model's own settings for generation that `hf_generate` keeps; and those that would change none
-# of its tokens.
+# KEPT: a model's own settings for generation that `hf_generate` keeps. HARMLESS: those that would
+# change none of its tokens.
 KEPT = "eos_token_id", "use_cache"
 HARMLESS = {
     *KEPT, "bos_token_id", "pad_token_id", "do_sample", "temperature", "top_k", "top_p",
@@ -18,7 +18,7 @@ HARMLESS = {
 
 
 def encode_prompts(run, prompts, new_tokens):
-    """The tokens of each --prompt, padded on the left, and their mask: (B, S) both."""
+    """Return the tokens of each --prompt, padded on the left, and their mask: (B, S) both."""
     source, tokenizer, rows = run.source, run.tokenizer, []
     if left_out := other_settings(source.generation):
         run.print0(
@@ -54,9 +54,9 @@ def encode_prompts(run, prompts, new_tokens):
 
 
 def other_settings(settings):
-    """The names of a GenerationConfig's settings that could make other tokens than the likeliest.
+    """Return the names of a GenerationConfig's settings that could make less likely tokens.
 
-    What only chooses among samples is not among them. settings: may be None.
+    Those that only choose among samples do not count. settings: may be None.
     """
     found = settings.to_diff_dict() if settings else {}
     return sorted(name for name, value in found.items() if value and name not in HARMLESS)
@@ -64,7 +64,7 @@ def other_settings(settings):
 
 @torch.no_grad()
 def recompute(model, ids, new_tokens):
-    """Continue ids (B, S) greedily, recomputing everything for each token: (B, S + new_tokens)."""
+    """Continue ids (B, S) greedily, all recomputed for each token. Return (B, S + new_tokens)."""
     for _ in range(new_tokens):
         token = model(ids, use_cache=False).logits[:, -1:].argmax(-1)
         ids = torch.cat([ids, token], dim=1)
@@ -72,11 +72,12 @@ def recompute(model, ids, new_tokens):
 
 
 def hf_generate(model, ids, new_tokens, **options):
-    """The same by Hugging Face's own loop, with its cache: ids (B, S) -> (B, S + new_tokens).
+    """Continue ids (B, S) greedily by Hugging Face's own loop: return (B, S + new_tokens).
 
-    It stops early when every sequence has ended; what is missing then is filled with -1. Of the
-    model's own settings only those `KEPT` count. Others need a tokenizer, a clock or another model,
-    or take other tokens than the likeliest, and then a tie could not be told from an error.
+    The loop uses its cache. It stops early when every sequence has ended; what is missing then is
+    filled with -1. Of the model's own settings only those `KEPT` count. Others need a tokenizer, a
+    clock or another model, or take other tokens than the likeliest, and then a tie could not be
+    told from an error.
     """
     length, own = ids.shape[1] + new_tokens, model.generation_config
     options = {"attention_mask": torch.ones_like(ids), **options}
@@ -95,7 +96,10 @@ def hf_generate(model, ids, new_tokens, **options):
 
 
 def check_continuation(run, generate, prompt, new_tokens, parallel, references, how=""):
-    """generate(model, prompt, new_tokens) continues the prompt, (1, S), as by the single rank."""
+    """Check that generate(model, prompt, new_tokens) continues a prompt as on the single rank.
+
+    prompt: (1, S). how: said in the check's name.
+    """
     tokens, mask = generate(parallel, prompt, new_tokens), torch.ones_like(prompt)
     ((expected,),) = run.reference_values(
         lambda m: [generate(m, prompt, new_tokens)], references[:1]
@@ -104,7 +108,7 @@ def check_continuation(run, generate, prompt, new_tokens, parallel, references, 
 
 
 def goes_on(new, source):
-    """Whether a token follows one that ends a text, by a model's settings; new: (B, tokens)."""
+    """Return whether a token follows an end token of the model's settings. new: (B, tokens)."""
     ends = (source.generation or source.config).eos_token_id
     ends = [] if ends is None else torch.tensor(ends, device=new.device).flatten()
     return any((new[:, :-1] == end)[new[:, 1:] >= 0].any() for end in ends)
@@ -133,8 +137,8 @@ def check_text(run, tokens, expected, references, mask, how="", show=True):
     if run.dtype == torch.float64 or not apart:
         run.check(name, [(tokens, expected)], tolerance=0.0)
         return
-    # Rounded, two tokens may tie. Where a text parts from the reference's, they must have: each
-    # logit may be off by twice as much as the reference's that is furthest off there.
+    # By rounding, two tokens may tie. Where a text parts from the reference's, these two must have
+    # tied: each of both logits may be off by twice the reference's largest error in that place.
     run.check_same_bits(f"{name}, same on all ranks", tokens)
     for row in (tokens != expected).any(dim=1).nonzero().flatten().tolist():
         at = (tokens[row] != expected[row]).nonzero()[0].item()

@@ -1,4 +1,4 @@
-"""Each rank's gradients in a file, and a comparison of such files."""
+"""Write each rank's gradients to a file, and compare such files."""
 
 from functools import partial
 
@@ -13,7 +13,7 @@ GRADIENTS_FILE = "model{rank}_gradients.safetensors"
 
 
 def write_together(run, folder, function):
-    """function() on every rank; UserError on all of them if one cannot write to `folder`."""
+    """Call function() on every rank; if one cannot write to `folder`, all raise UserError."""
 
     def attempt():
         try:
@@ -45,7 +45,10 @@ def write_gradients(run, folder, model):
 
 
 def read_gradients(folder):
-    """{rank: {parameter's name: gradient}} of the files of `folder`. UserError for bad ones."""
+    """Return {rank: {parameter's name: gradient}} of the files of `folder`.
+
+    Raises UserError for files that are missing or cannot be read.
+    """
     paths, before, files = sorted(folder.glob(GRADIENTS_FILE.format(rank="*"))), len("model"), {}
     for path in paths:
         try:

@@ -41,11 +41,11 @@ from utils import collectives
 from utils.collectives import all_gather, subgroup
 from utils.errors import UserError
 
-# Huge pages for large CPU tensors: touching new memory is else slower than most of what is done
-# with it. Read once, when PyTorch allocates for the first time.
+# Huge pages for large CPU tensors: else touching new memory is slower than most of what is done
+# with it. PyTorch reads this once, when it first allocates.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
-# Compiled collectives of a group that is written in Python: they hang in 2.7, and work in 2.13.
+# Compiled collectives of a group written in Python hang in PyTorch 2.7, and work in 2.13.
 COMPILES_SHARED_MEMORY = Version(torch.__version__) >= Version("2.13")
 
 
@@ -53,12 +53,13 @@ COMPILES_SHARED_MEMORY = Version(torch.__version__) >= Version("2.13")
 
 
 def start(args, body, init_process_group=dist.init_process_group):
-    """Join the other ranks, call body(run, args), and end the process by the contract.
+    """Join the other ranks, call body(run, args), and end the process as every script has to.
 
     Works under torchrun and, as world size 1, without it. It never returns: if all checks of the
     body passed, each rank prints `Tests passed` and exits with code 0. A `UserError` becomes one
     error line and exit code 2. A rank that waits --timeout seconds in a collective gives up, and
-    says for whom. init_process_group: a script's own, called as `torch.distributed`'s is.
+    names the rank that it waits for. init_process_group: a script's own, called as
+    `torch.distributed`'s is.
     """
     prepare_process(args.deterministic)
     world_size = read_environment()
@@ -73,7 +74,7 @@ def start(args, body, init_process_group=dist.init_process_group):
     notes, share_memory, sharing = agree(store, rank, world_size, args, device)
     backend, why = choose_backend(args, device, share_memory, sharing)
     watch = Watch(store, rank, world_size, args.timeout)
-    # The watch says who is late, before these end; shared memory's group says so itself.
+    # The watch names who is late, before the backend gives up; shared memory names them itself.
     timeout = datetime.timedelta(seconds=args.timeout + SPARE_S * (backend != NAME))
     try:
         init_process_group(
@@ -112,7 +113,7 @@ def start(args, body, init_process_group=dist.init_process_group):
 def prepare_process(deterministic):
     """Set what holds for the whole process: signals, output, and PyTorch's algorithms."""
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # kill -USR1: where does it hang?
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends a rank that waits, too, and says nothing
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C also ends a rank that waits, in silence
     for stream in sys.stdout, sys.stderr:  # a text or a path that they cannot show ends no job
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
@@ -123,9 +124,9 @@ def prepare_process(deterministic):
 
 
 def choose_backend(args, device, share_memory, sharing):
-    """The ranks' backend, and a note if it is not what one would expect.
+    """Return the ranks' backend, and a note if it is not what one would expect.
 
-    share_memory, sharing: what `agree` says, the same on all ranks.
+    share_memory, sharing: what `agree` returns, the same on all ranks.
     """
     if device.type == "cuda":
         return share_gpus(sharing) if args.share_gpus else ("nccl", None)
@@ -151,8 +152,8 @@ class Run(Comparison):
     """One run of a script: where it runs, what it checked, and what it measured.
 
     Attributes: `rank`, `world_size`, `device`, `dtype`, `seed`, `results` (goes to the JSON file),
-    `mark` ("T" or "S": the ...Parallel that the lines speak of). Every method is called by all
-    ranks together, but for `load_model` once the source is known.
+    `mark` ("T" or "S", before "Parallel" in printed lines). All ranks call every method together,
+    except for `load_model` once the source is known.
     """
 
     def __init__(self, args, device, watch):
@@ -168,15 +169,15 @@ class Run(Comparison):
         torch.manual_seed(args.seed)
 
     def mesh(self, axis):
-        """All ranks as a DeviceMesh of one axis of this name, by the process group that is there.
+        """Return all ranks as a DeviceMesh of one axis of this name, by the existing process group.
 
-        Of a mesh of two axes a technique would get one, mesh["tp"] say.
+        A technique takes one axis: this one, or one of a mesh of two, such as mesh["tp"].
         """
         world = dist.group.WORLD
         return DeviceMesh.from_group(world, self.device.type, mesh_dim_names=(axis,))
 
     def mesh_2d(self, outer, inner, columns):
-        """All ranks as a DeviceMesh of two axes of these names; neighbours are along the inner."""
+        """Return all ranks as a DeviceMesh of two axes; neighbours are along the inner one."""
         world, first = dist.group.WORLD, self.rank // columns * columns
         of_column = subgroup(world, "column", self.rank - first, self.world_size, columns)
         groups = [of_column, subgroup(world, "row", first, first + columns)]
@@ -185,17 +186,17 @@ class Run(Comparison):
         return DeviceMesh.from_group(groups, self.device.type, ranks, mesh_dim_names=names)
 
     def gather(self, tensor):
-        """Every rank's tensor, all of one shape: (world size, *shape), on all ranks."""
+        """Return every rank's tensor, all of one shape, on all ranks: (world size, *shape)."""
         return all_gather(tensor, dist.group.WORLD)
 
     def gather_objects(self, value):
-        """Every rank's value, in a list, on all ranks."""
+        """Return every rank's value, in a list, on all ranks."""
         everyone = [None] * self.world_size
         dist.all_gather_object(everyone, value)
         return everyone
 
     def print_in_order(self, text):
-        """Every rank prints its own text, rank 0 first."""
+        """Print every rank's own text, rank 0's first."""
         for rank in range(self.world_size):
             if rank == self.rank:
                 print(text, flush=True)
@@ -212,8 +213,8 @@ class Run(Comparison):
     def show_as_asked(self, title, kind, reference, actual):
         """Print both as the assignment does, and run its own assertion: `check_allclose`.
 
-        After a blank line, a batch of one in its own shape. (Larger batches, which it does not
-        have, flat: see `brief`.)
+        A blank line comes first. A batch of one is printed in its own shape; a larger one, which
+        the assignment does not have, is printed flat: see `brief`.
         """
         self.print0("")
         self.show_texts(
@@ -243,7 +244,7 @@ class Run(Comparison):
         self.print0(bold if bold != text else f"*** {text} ***")
 
     def broadcast(self, value):
-        """Rank 0's tensor, number or object, on every rank; the others pass None or their own."""
+        """Return rank 0's tensor, number or object on every rank; others pass None or their own."""
         is_tensor = torch.is_tensor(value)
         note = [(value.shape, value.dtype) if is_tensor else value, is_tensor]
         dist.broadcast_object_list(note, src=0, device=self.device)
@@ -258,7 +259,7 @@ class Run(Comparison):
         return tensor
 
     def together(self, function):
-        """function() on every rank; a UserError on one of them, or an OSError, is raised on all."""
+        """Call function() on every rank; for a UserError or OSError on one, all raise UserError."""
         result = error = None
         try:
             result = function()
@@ -269,9 +270,9 @@ class Run(Comparison):
         return result
 
     def once(self, what, function):
-        """function() of rank 0 alone, on all ranks, which wait however long it takes.
+        """Call function() on rank 0 alone; all ranks wait for its result, and return it.
 
-        what: for once. Raises UserError on all ranks as `together`.
+        They wait without limit. what: a name that is used once. Raises UserError as `together`.
         """
 
         def work():
@@ -292,7 +293,7 @@ class Run(Comparison):
                 if os.environ.get("LOCAL_RANK", "0") == "0":
                     download(name)
             finally:
-                self.watch.wait_for_all("downloaded")  # which may take longer than --timeout
+                self.watch.wait_for_all("downloaded")  # a download may take longer than --timeout
 
         if is_remote(name):
             self.together(fetch)
@@ -318,9 +319,9 @@ class Run(Comparison):
         return self.together(self.source.tokenizer)
 
     def load_model(self, parallelize=None):
-        """The model on this rank, whole or what parallelize(model) leaves: `Source.load_model`.
+        """Load the model on this rank, whole or what parallelize(model) leaves of it.
 
-        What was parallelized is compiled, if the run is to.
+        See `Source.load_model`. With --compile, a model that was parallelized is compiled.
         """
         model = self.source.load_model(self.dtype, self.device, parallelize)
         return self.compile(model) if parallelize else model
@@ -339,8 +340,8 @@ class Run(Comparison):
         return model
 
     def load_reference(self):
-        """The unmodified model on rank 0; None elsewhere."""
-        source = self.source  # which all ranks must ask for together, the first time
+        """Return the unmodified model on rank 0; None elsewhere."""
+        source = self.source  # the first time, all ranks must ask for it together
         return source.load_model(self.dtype, self.device) if self.rank == 0 else None
 
     def synchronize(self):
@@ -348,7 +349,7 @@ class Run(Comparison):
             torch.cuda.synchronize()
 
     def finish(self):
-        """The end of a body that has passed all of its checks."""
+        """End a run whose checks have all passed: write the record, and print what was checked."""
         assert self.checks, "a script that checks nothing must not pass"
         assert not self.compared, f"without a verdict: {', '.join(self.compared)}"
         self.write_json()
@@ -396,7 +397,7 @@ class Run(Comparison):
 def in_lines(data, indent="\n"):
     """Format data as JSON, with a line for each object that holds no other object."""
     text = json.dumps(data)
-    data = json.loads(text)  # whose keys are strings
+    data = json.loads(text)  # now all keys are strings
     if not isinstance(data, dict | list) or "{" not in text[1:]:
         return text
     inner = f"{indent} "
@@ -408,7 +409,7 @@ def in_lines(data, indent="\n"):
 
 
 def brief(tensor):
-    """A tensor's first and last three values, flat."""
+    """Return a tensor's first and last three values, flat, as text."""
     values = tensor.detach().clone().cpu().flatten()  # cloning waits for a DTensor's collective
     torch.set_printoptions(precision=4, edgeitems=3, threshold=6, linewidth=120, sci_mode=False)
     text = str(values)

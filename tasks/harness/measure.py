@@ -34,10 +34,11 @@ REPEATS_HELP = (
 
 @contextmanager
 def kept_memory():
-    """Let this process keep what it frees; glibc hands large blocks back to the system at once.
+    """Let this process keep what it frees, so that times are of what is computed.
 
-    Touching them anew, every step's gradients, takes as long as a good part of the step, more or
-    less by what the machine does with free memory. So that times are of what is computed.
+    Else glibc hands large blocks back to the system at once. To touch them anew, as every step's
+    gradients do, takes as long as a good part of the step; how long depends on what the machine
+    does with free memory.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt:
@@ -53,13 +54,15 @@ def kept_memory():
 
 
 def interleave(run, contenders, repeats=None, warmup=2, keep=True):
-    """Seconds of the slowest rank: {contender: {phase: [s, ...]}}, in turns, after a warm-up.
+    """Time contenders in turns, after a warm-up: {contender: {phase: [seconds, ...]}}.
 
-    repeats: timed turns. None: 7, or fewer, at least 1, if all take more than LIMIT_S.
+    The slowest rank's seconds count. repeats: timed turns. None: 7, or fewer, at least 1, if all
+    take more than LIMIT_S.
 
-    contenders: {name: function}; a function yields a phase's name when the phase is done. All
-    ranks run all contenders; in one that is rank 0's alone, the others yield at once. Each turn
-    begins with another of them, for what ran before may matter.
+    contenders: {name: function}; a function yields a phase's name when the phase is done. All ranks
+    run all contenders; in one that is rank 0's alone, the others yield at once. Each turn begins
+    with another of them, for what ran before may matter.
+
     keep: see `kept_memory`; not for contenders whose memories do not fit side by side.
     """
     seconds, names = {name: {} for name in contenders}, list(contenders)
@@ -85,14 +88,14 @@ def interleave(run, contenders, repeats=None, warmup=2, keep=True):
 
 
 def threads_alone(run):
-    """Threads for one process beside the ranks: all of theirs, but no more than there are cores."""
+    """Return the threads for one process alone: those of all ranks, up to the number of cores."""
     own_threads = torch.get_num_threads()
     return min(own_threads * run.world_size, max(own_threads, os.cpu_count()))
 
 
 @contextmanager
 def num_threads(count):
-    """So many threads for kernels on the CPU."""
+    """Within it, kernels on the CPU have so many threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -102,9 +105,10 @@ def num_threads(count):
 
 
 def training_step(model, ids, threads, reduce=None):
-    """A contender: the forward and the backward of the loss; given reduce, a sum of gradients.
+    """Run, as a contender, the forward and the backward of the loss; then `reduce`, if given.
 
-    model: None on ranks that wait for another, whose turn it is. ids: (B, S). reduce(parameters).
+    model: None on ranks that wait for another, whose turn it is. ids: (B, S). reduce(parameters):
+    sums gradients.
     """
     with num_threads(threads):
         loss = model(ids, labels=ids).loss if model else None
@@ -120,7 +124,7 @@ def training_step(model, ids, threads, reduce=None):
 
 
 def ratio(ours, theirs):
-    """Median, least and largest of the ratios of measurements taken in turns, in words."""
+    """Return median, least and largest of the ratios of times taken in turns, in words."""
     ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
     return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
 
@@ -129,11 +133,11 @@ def ratio(ours, theirs):
 def limited_memory(device, budget):
     """Within it, this process gets no more than `budget` bytes beyond what it has; None: no limit.
 
-    What does not fit fails as it does when a device is full. On CUDA it limits the caching
-    allocator's reserved segments, fragmentation included; free blocks in the segments of existing
-    tensors count as budget. On Linux it is that of a process's private memory: every
-    large tensor is a mapping of its own then, which goes back at once when freed. (Set
-    THP_MEM_ALLOC_ENABLE=0, else each is rounded up to 2 MiB.) Elsewhere UserError.
+    What does not fit fails as it does when a device is full. On CUDA the limit applies to the
+    caching allocator's reserved segments, fragmentation included; free blocks in the segments of
+    existing tensors count as budget. On a CPU with Linux it applies to the process's private
+    memory: every large tensor is a mapping of its own then, which goes back at once when freed.
+    (Set THP_MEM_ALLOC_ENABLE=0, else each is rounded up to 2 MiB.) Elsewhere it raises UserError.
     """
     if budget is None:
         yield
@@ -175,22 +179,23 @@ SHORT_OF_MEMORY = re.compile(
 
 
 def is_for_memory(error):
-    """Whether an exception, or the line that a job ended with, says that memory was short."""
+    """Return whether an exception, or a job's last line, says that memory was short."""
     by_type = isinstance(error, (torch.OutOfMemoryError, MemoryError))
     return by_type or SHORT_OF_MEMORY.search(str(error)) is not None
 
 
 def peak_memory(run, function):
-    """`peak_memory_of_process` of every rank."""
+    """Return the `peak_memory_of_process` of every rank, on all ranks."""
     peaks = [None] * run.world_size
     dist.all_gather_object(peaks, peak_memory_of_process(run.device, function))
     return peaks
 
 
 def peak_memory_of_process(device, function):
-    """Largest memory of this process while it runs function(), in bytes, and of none before.
+    """Return the largest memory of this process while it runs function(), in bytes.
 
-    On CUDA what tensors held, on CPU the resident memory of the process, interpreter included.
+    On CUDA it is what tensors held, on a CPU the resident memory of the process, interpreter
+    included. Peaks before the call do not count, but on macOS they do.
     """
     gc.collect()
     on_gpu = device.type == "cuda"
@@ -209,12 +214,15 @@ def peak_memory_of_process(device, function):
 
 
 def status(name):
-    """A number of bytes that Linux keeps about this process."""
+    """Return a number of bytes that Linux keeps about this process, by its name."""
     return 1024 * int(re.search(rf"{name}:\s+(\d+)", Path("/proc/self/status").read_text())[1])
 
 
 def measure_time(run, reference, parallel, ids, repeats=None, reduce=None):
-    """Print forward and backward seconds of both, the single rank given as many threads."""
+    """Print seconds of the forward and the backward of the reference and the parallel model.
+
+    The reference is on rank 0, alone, with as many threads as all ranks: see `threads_alone`.
+    """
     single, ranks, own_threads = "one rank", f"{run.world_size} rank(s)", torch.get_num_threads()
     if reference:
         run.compile(reference)
@@ -249,8 +257,10 @@ def measure_time(run, reference, parallel, ids, repeats=None, reduce=None):
 
 
 def measure_costs(run, seq_len, repeats=5):
-    """Seconds of a layer's forward and backward on rank 0; the first and the last, in whose stage
-    the embedding and the LM head are, cost these, too. A list, on all ranks.
+    """Return the seconds of each layer's forward and backward, as measured on rank 0.
+
+    The first layer's include the embedding, the last one's the LM head: they are in its stage. All
+    ranks return the same list.
     """
     costs, config = [], copy.deepcopy(run.source.config)
     if run.rank == 0:
@@ -284,7 +294,10 @@ def measure_costs(run, seq_len, repeats=5):
 
 
 def say_if_short(run, seconds):
-    """Seconds of one process, a measurement each."""
+    """Print a note if times are too short, or too uneven, to say anything about speed.
+
+    seconds: of one process, a measurement each.
+    """
     if statistics.median(seconds) < 0.5:
         run.print0("note: times this short say nothing about speed: they are mostly latency")
     elif max(seconds) > 3 * min(seconds):
@@ -317,9 +330,9 @@ def measure_memory(run, parallelize, ids, reduce=None):
 def measure_bytes(run, forward, layers, formula, exact=True):
     """Check that a layer sends, in a forward and its backward, as many bytes as a formula says.
 
-    forward(): runs that of all layers; what it returns is gone back from. formula: a number for
-    each of the two, or one for both; of a rank, on average. exact: whether it holds of this
-    backend; else the numbers are printed alone.
+    forward(): runs the forward of all layers, and returns what the backward starts from. formula:
+    bytes that a rank sends, on average: one number for both directions, or (forward, backward).
+    exact: whether the formula holds for this backend; else the numbers are printed alone.
     """
     result, pair = [], isinstance(formula, tuple)
     both = [bytes_sent(run, lambda: result.append(forward())),
@@ -334,7 +347,7 @@ def measure_bytes(run, forward, layers, formula, exact=True):
         f"{'' if pair else ' each'}"
     )
     run.results |= {"sent_bytes": sent, "formula_bytes": formula, "wire_bytes": wires}
-    if exact:  # of all ranks and layers together: whole numbers
+    if exact:  # whole numbers: those of all ranks and layers together
         both = torch.tensor([sent, formula if pair else [formula] * 2], dtype=torch.float64)
         totals = (both * layers * run.world_size).round()
         run.check("bytes sent, as the formula has them", [tuple(totals)], tolerance=0.0)

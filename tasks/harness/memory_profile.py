@@ -9,17 +9,18 @@ from torch.profiler import ProfilerActivity, profile
 
 from utils.errors import UserError
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # no lines of its own
-POINTS = 400  # that are kept of a curve
-# Of a step's peak.
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler prints no lines of its own
+POINTS = 400  # points that are kept of a curve
+# The parts of a step's peak.
 PARTS_OF_PEAK = "gradients", "logits and what the loss makes of them", "the rest"
 
 
 def record_memory(function, device):
-    """What function() allocates on `device`, over time; of what was there before, nothing.
+    """Record what function() allocates on `device`, without what was there before.
 
-    Returns [(seconds, bytes), ...], of the peak {address: bytes} of the blocks, and the profiler's
-    own record, for `write_trace`. Tensors alone, not what kernels take beside the allocator.
+    Returns the bytes over time, [(seconds, bytes), ...], the blocks at the peak, {address: bytes},
+    and the profiler's own record, for `write_trace`. They are of tensors alone, not what kernels
+    take beside the allocator.
     """
     kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
     with profile(activities=kinds, profile_memory=True) as recorded:
@@ -40,8 +41,11 @@ def record_memory(function, device):
 
 
 def allocations(recorded, device):
-    """All blocks given and taken back. (`export_memory_timeline` reads them, too; it is going.)"""
-    # The profiler keeps them in the tree of what ran; this way in is PyTorch's own for them.
+    """Yield an event for each block that is given or taken back.
+
+    (`export_memory_timeline` reads them, too; but PyTorch is about to drop it.)
+    """
+    # They are in the profiler's tree of what ran, and this is how PyTorch itself reads that.
     left = list(recorded.profiler.kineto_results.experimental_event_tree())
     while left:
         event = left.pop()
@@ -51,7 +55,10 @@ def allocations(recorded, device):
 
 
 def thinned(curve):
-    """[(ns, bytes), ...] in seconds from the first, the largest of each POINTS-th of the time."""
+    """Return a curve [(ns, bytes), ...] in seconds from its start, thinned to about POINTS points.
+
+    Each is the largest value in its part of the time.
+    """
     first, last = curve[0][0], curve[-1][0]
     width, largest = (last - first) / POINTS or 1, {}
     for time, total in curve:
@@ -61,10 +68,10 @@ def thinned(curve):
 
 
 def record_step(model, ids, columns):
-    """Of a step of SGD its loss, and the bytes of tensors: over time, and of what the peak is.
+    """Take a step of SGD; record its loss, and the bytes of tensors over time and at the peak.
 
-    columns: how many of the vocabulary's this rank's logits have. Returns these in a dict, and the
-    profiler's record, for `write_trace`.
+    columns: how many columns of the vocabulary this rank's logits have. Returns a dict, with the
+    peak's bytes by PARTS_OF_PEAK, and the profiler's record, for `write_trace`.
     """
     parameters, losses = list(model.parameters()), []
 
@@ -77,7 +84,7 @@ def record_step(model, ids, columns):
     curve, blocks, recorded = record_memory(step, ids.device)
     weights = sum(parameter.nbytes for parameter in parameters)
     gradients = {(p.grad.data_ptr(), p.grad.nbytes) for p in parameters}
-    alike = {p.nbytes for p in parameters if p.nbytes > 2**20}  # one that is added to another
+    alike = {p.nbytes for p in parameters if p.nbytes > 2**20}  # new gradients, to be added
     parts = dict.fromkeys(PARTS_OF_PEAK, 0)
     for address, size in blocks.items():
         values = size / (ids.numel() * columns)  # a row less, where labels are shifted
@@ -93,7 +100,7 @@ def record_step(model, ids, columns):
 
 
 def trace_of(path, name):
-    """The file of one of several traces: of TP it is trace.TP.json, where `path` is trace.json."""
+    """Return the file of one of several traces: trace.TP.json, if `path` is trace.json, of TP."""
     stem, dot, suffix = path.name.partition(".")
     return path.with_name(f"{stem}.{name.replace(' + ', '_').replace(' ', '_')}{dot}{suffix}")
 

@@ -24,7 +24,7 @@ her father, who had once been a sailor and knew the habits of boats. """
 
 
 def own_loss(model, labels, **inputs):
-    """The mean loss as the model has it."""
+    """Return the mean loss as the model itself has it."""
     return model(**inputs, labels=labels).loss
 
 
@@ -36,8 +36,8 @@ def show_model(
     workload: a `flags.Workload`. parallelize(model): shards a LlamaForCausalLM in place.
     loss(model, labels, **inputs): the parallel model's mean loss. unsplit: words in the names of
     the parameters that are not split. also(prompt, batch, parallel, references): further checks,
-    before the measurements. reduce(tensors): what the gradients of parameters and inputs need after
-    a backward, if anything.
+    before the measurements. reduce(tensors): is called after a backward with parameters and inputs,
+    if their gradients need it.
     """
     prompt, _ = encode_prompts(run, [workload.prompt], workload.new_tokens)
     batch = make_batch(run, workload.batch_size, workload.seq_len)
@@ -57,13 +57,13 @@ def show_model(
 
 
 def make_batch(run, batch_size, seq_len, text=TEXT):
-    """ids, attention mask, labels, (B, S) each: of the text, or random without a tokenizer.
+    """Return ids, attention mask, labels, (B, S) each: of the text, or random without a tokenizer.
 
     The last of several sequences is a third shorter and padded on the left, where only the mask
     keeps the padding from being attended to.
     """
     config = run.source.config
-    if seq_len < 3:  # of two tokens, some gradients are 0: there is nothing but rounding
+    if seq_len < 3:  # with two tokens, some gradients are 0: only rounding is left
         raise UserError(f"--seq-len {seq_len}: too short to compare, use 3 or more")
     refuse_length(run.source, seq_len)
     if seq_len > config.max_position_embeddings:
@@ -83,15 +83,16 @@ def make_batch(run, batch_size, seq_len, text=TEXT):
 
 
 def plain_loss(model, labels, **inputs):
-    """The unmodified model's mean loss."""
+    """Return the unmodified model's mean loss."""
     return mean_loss(token_losses(model(**inputs).logits, labels), labels)
 
 
 def error_of_mean(losses, exact=None):
-    """What the mean of a reference's token losses is off by at least, as `Run.check` takes it.
+    """Return what the error of a reference's mean loss counts as at least, for `Run.check`.
 
-    A mean's error is below the rms error of its terms, which depends less on chance than one
-    number's. So the rms may be a few times larger, and the mean's error as large as the rms.
+    A mean's error is below the rms error of its terms, here the token losses. That rms depends less
+    on chance than the error of one number. So this is the rms divided by its limit: a run's mean
+    may be as far off as the rms.
     """
     if exact is None:
         return 0.0
@@ -101,7 +102,7 @@ def error_of_mean(losses, exact=None):
 
 @torch.no_grad()
 def expect_loss(run, references, ids):
-    """The references' mean losses of ids (B, S), and what their own error is at least."""
+    """Return the references' mean losses of ids (B, S), and what their own error is at least."""
     (losses,) = run.reference_values(
         lambda model: [token_losses(model(ids).logits, ids)], references
     )
@@ -109,15 +110,15 @@ def expect_loss(run, references, ids):
 
 
 def embed(model, ids, mask):
-    """A model's inputs, from its own embeddings on."""
+    """Return a model's inputs, with ids embedded by its own embeddings."""
     return dict(inputs_embeds=model.get_input_embeddings()(ids), attention_mask=mask)
 
 
 def model_step(model, ids, mask, function, reduce=None):
-    """Forward and backward of function(model, inputs) -> (a result, the scalar to go back from).
+    """Run the forward and backward of function(model, inputs) -> (result, scalar to go back from).
 
-    reduce: see `show_model`. Returns the result and the gradient of the input embeddings,
-    (B, S, H). The gradients of the weights stay in the model.
+    reduce: see `show_model`. Returns the result and the gradient of the input embeddings, (B, S,
+    H). The gradients of the weights stay in the model.
     """
     model.zero_grad()
     inputs = embed(model, ids, mask)
@@ -157,7 +158,7 @@ def check_model(run, parallel, references, batch, loss=own_loss, reduce=None):
         return losses, mean_loss(losses, labels)
 
     def step(function):
-        """Of the result of `model_step` and of the input gradient: (this rank's, *expected)."""
+        """Return (this rank's, *expected) of `model_step`'s result, and of the input gradient."""
         expected = run.reference_values(
             lambda model: model_step(model, ids, mask, function), references
         )
@@ -165,7 +166,7 @@ def check_model(run, parallel, references, batch, loss=own_loss, reduce=None):
         return [(a, *e) for a, e in zip(actual, expected, strict=True)]
 
     def compare(name, kind, results, grads, where=(), own_error=0.0):
-        """The checks of a step, and what is shown of it: the results' part `where`."""
+        """Check a step, and show some of it. where: the part of the results to show."""
         run.show(kind, results[1][where], results[0][where])
         run.show("input grad", grads[1][0], grads[0][0])
         run.check(name, [results], own_error=own_error)
@@ -193,7 +194,10 @@ def number_of_parameters(source):
 
 
 def compared_layers(run):
-    """Whether a parameter's gradient is compared, by its name; of a large model, some layers'."""
+    """Return a function: whether a parameter's gradient is compared, by its name.
+
+    Of a large model only some layers' gradients are.
+    """
     last = run.source.config.num_hidden_layers - 1
     if number_of_parameters(run.source) <= 100e6:
         return lambda name: True
@@ -206,7 +210,7 @@ def compared_layers(run):
 
 
 def shard_edges(run, parallel, ids):
-    """The edges of all ranks' shards of the vocabulary, again and again, as many as ids."""
+    """Return the edges of all ranks' shards of the vocabulary, repeated to the shape of ids."""
     rows = shard_of(parallel.get_input_embeddings().weight)[0]
     local = torch.tensor([rows.start, max(rows.start, rows.stop - 1)], device=ids.device)
     return run.gather(local).flatten().repeat(ids.numel())[: ids.numel()].view_as(ids)
@@ -214,9 +218,9 @@ def shard_edges(run, parallel, ids):
 
 @torch.no_grad()
 def check_inputs(run, parallel, references, batch, edges):
-    """Padding is not attended to, and embeddings are the whole ones' rows."""
+    """Check that padding is not attended to, and that embeddings are the whole model's rows."""
     ids, mask, _ = batch
-    # Other padding, the same logits behind it.
+    # Other padding must leave the logits behind it the same.
     other = torch.where(mask == 0, (ids + 1) % run.source.config.vocab_size, ids)
     pair = [parallel(**embed(parallel, i, mask)).logits[mask == 1] for i in (other, ids)]
     run.check("logits, whatever the padding", [pair], tolerance=0.0)
@@ -225,19 +229,19 @@ def check_inputs(run, parallel, references, batch, edges):
             lambda m, t=tokens: [m.get_input_embeddings()(t)], references
         )
         actual = parallel.get_input_embeddings()(tokens)
-        run.compare("embeddings", [(actual, expected[0])], tolerance=0.0)  # copied: exact
+        run.compare("embeddings", [(actual, expected[0])], tolerance=0.0)  # copies are exact
     run.check("embeddings")
 
 
 @torch.no_grad()
 def check_own_loss(run, parallel, batch, edges, logits, value, loss):
-    """The loss is right of the run's own logits, but for its own rounding.
+    """Compare the loss with the one of the run's own logits, within the loss's own rounding.
 
-    Beside a reference that is off itself, above all in bfloat16, a loss that is taken the wrong way
-    might pass. And it is right with labels at the edges of all shards, which the text may lack.
+    Against a reference that is off itself, above all in bfloat16, a loss that is taken the wrong
+    way might pass. Labels at the edges of all shards, which the text may lack, are checked, too.
     """
     ids, mask, labels = batch
-    if run.compiles:  # with gradients it is another graph, which may round otherwise
+    if run.compiles:  # the graph with gradients may round otherwise
         logits = parallel(**embed(parallel, ids, mask)).logits
         value = loss(parallel, labels, **embed(parallel, ids, mask)).to(value.dtype)
     rare = edges.masked_fill(labels == -100, -100)
@@ -251,7 +255,7 @@ def check_own_loss(run, parallel, batch, edges, logits, value, loss):
 
 
 def train_on_batch(model, loss, batch, optimizer, steps):
-    """Train on one batch: the loss before each step, (steps,). loss: see `show_model`."""
+    """Train on one batch. Return the loss before each step, (steps,). loss: see `show_model`."""
     ids, mask, labels = batch
     losses = []
     for _ in range(steps):
@@ -264,7 +268,7 @@ def train_on_batch(model, loss, batch, optimizer, steps):
 
 
 def overfit(model, loss, batch, steps):
-    """Train on one batch by Adam: the loss of each step."""
+    """Train on one batch by Adam. Return the losses, as `train_on_batch`."""
     # foreach kernels take DTensors or ordinary tensors, not both. The large eps keeps Adam from
     # blowing up gradients that are nothing but rounding; wide models need small steps.
     lr = 0.5 / model.config.hidden_size
@@ -273,9 +277,9 @@ def overfit(model, loss, batch, steps):
 
 
 def check_overfitting(run, parallel, references, batch, steps):
-    """Train both models on one batch: the same curve, which ends near zero."""
+    """Train both models on one batch: check that the curves agree, and end near zero."""
     curve = overfit(parallel, own_loss, batch, steps)
-    if references[1:]:  # which has the weights of the first, which are trained here
+    if references[1:]:  # it shares the first one's weights, which training changes
         references = [references[0], wider_copy(references[0])]
     (expected,) = run.reference_values(lambda m: [overfit(m, plain_loss, batch, steps)], references)
     run.show("losses", expected[0], curve)

@@ -24,7 +24,7 @@ ROOMS = {
     " peak_memory ratio say_if_short threads_alone",
     "memory_profile": "PARTS_OF_PEAK record_memory record_step trace_of write_trace",
     "budget": "error_of_loss limited_to_budget numbers_at_peak warm_up_adam",
-    # Around the loops of training, which are in the scripts: by epochs, an adapter, from nothing.
+    # Around training loops, which are in the scripts: epochs, Task 5's adapters, pretraining.
     "epochs": "bytes_held bytes_kept check_losses check_memory estimate expect_training"
     " losses_alone losses_of_epochs losses_of_training print_epoch print_pace print_workers"
     " record_epoch",

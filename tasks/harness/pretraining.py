@@ -1,4 +1,4 @@
-"""Pretraining: held against a single rank's, told of, beside a bigram model, and exported."""
+"""Around pretraining: checks against a single rank, progress, a bigram's loss, and the export."""
 
 import hashlib
 import logging
@@ -27,17 +27,17 @@ from utils.errors import UserError
 from utils.losses import mean_loss, token_losses
 from utils.partition import sides_of
 
-STEPS, STEPS_OF_LARGE = 10, 2  # at most, that are compared; of a large model fewer
-LARGE = 150e6  # parameters: beyond, ten of the reference's steps take longer than all else
-PART = ".result-model.part"  # of the exported model, while it is written
+STEPS, STEPS_OF_LARGE = 10, 2  # steps that are compared, at most; fewer of a large model
+LARGE = 150e6  # parameters; beyond, ten steps of the reference take longer than all else
+PART = ".result-model.part"  # the exported model's folder, while it is written
 
 
 def make_mesh(run, dp=None, tp=None, batch_size=None):
-    """The mesh of the axes "dp" and "tp", of which what is None is chosen.
+    """Return the mesh of the axes "dp" and "tp"; a size that is None is chosen here.
 
     Raises UserError where their product is not the number of ranks, or dp does not divide a batch.
     """
-    # PyTorch warns that clipping's norm takes two all-reduces: they are of one number each.
+    # No warning that clipping's norm takes two all-reduces: they are of one number each.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     P, shared = run.world_size, run.device.type == "cuda" and dist.get_backend() == "gloo"
     if shared and (tp or 1) > 1:  # pytorch issue 152645
@@ -57,8 +57,9 @@ def make_mesh(run, dp=None, tp=None, batch_size=None):
 class Trial:
     """What the unmodified model makes of the first steps, on rank 0 alone.
 
-    `references`: the model before them, see `checks.Comparison.references`. Batches, learning
-    rates and clipping are written anew here; AdamW is PyTorch's in both. args: the flags.
+    `references`: the model as it is before those steps, see `checks.Comparison.references`.
+    Batches, learning rates and clipping are written anew here, so as to check the script's own;
+    AdamW is PyTorch's in both. args: the flags.
     """
 
     def __init__(self, run, rows, args):
@@ -68,21 +69,21 @@ class Trial:
         self.references = run.references(run.load_reference())
         if args.warm_up >= args.steps:
             run.print0(f"note: --warm-up {args.warm_up} is all of --steps {args.steps}, and more")
-        if run.dtype == torch.bfloat16:  # in which changes are lost that are too small for it
+        if run.dtype == torch.bfloat16:  # it loses small changes
             self.steps = 0
             run.print0("note: in bfloat16 the first step's loss and gradients are compared alone")
         elif large:
             run.print0(f"note: a large model: {self.steps} steps are compared")
 
     def batch(self, run, step):
-        """ids and labels, (B, S), of all ranks."""
+        """Return a step's ids and labels, (B, S), of all ranks."""
         B = self.args.batch_size
         first = step % (len(self.rows) // B) * B
         pairs = [self.rows[i] for i in range(first, first + B)]
         return [torch.stack(tensors).to(run.device) for tensors in zip(*pairs, strict=True)]
 
     def check_first_step(self, run, model, step):
-        """A step's loss and all gradients, as they are before it is taken.
+        """Compare the first step's loss and all gradients, before the parameters change.
 
         step(): fills in the gradients, and returns the loss, the same on all ranks.
         """
@@ -104,7 +105,7 @@ class Trial:
         model.zero_grad()
 
     def rate(self, step):
-        """The learning rate: up from a tenth, then down as a cosine."""
+        """Return a step's learning rate: up from a tenth, then down as a cosine."""
         steps, warm_up = self.args.steps, self.args.warm_up
         after = max(0, step - warm_up) / max(1, steps - warm_up)
         ramp = 0.1 + 0.9 * step / warm_up if step < warm_up else 1
@@ -113,8 +114,8 @@ class Trial:
     def train_alone(self, run, model, first, stop, state):
         """Return losses, norms of all gradients and learning rates of these steps, in float64.
 
-        state: what the model and AdamW begin with, of `ShardedCheckpoints.full_state`; {}: as they
-        are.
+        state: what the model and AdamW begin with, from `ShardedCheckpoints.full_state`; {}: they
+        begin as they are.
         """
         parameters = list(model.parameters())
         settings = dict(betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1)
@@ -130,8 +131,8 @@ class Trial:
             optimizer.zero_grad()
             loss = plain_loss(model, labels, input_ids=ids, use_cache=False)
             loss.backward()
-            # By the kernel of clip_grad_norm_: in float32 its own error is larger than what the
-            # gradients' errors make of it, and must be in the reference's, too.
+            # The kernel of clip_grad_norm_, too: in float32 its error in the norm is larger than
+            # the one from the gradients' errors, and the reference has to have it.
             norm = vector_norm(torch.stack([vector_norm(p.grad) for p in parameters]))
             for parameter in parameters:
                 parameter.grad *= min(1, 1 / (norm.item() + 1e-6))
@@ -143,12 +144,12 @@ class Trial:
         return [torch.tensor(of, dtype=torch.float64) for of in (losses, norms, rates)]
 
     def check_steps(self, run, model, training, losses, checkpoints):
-        """Of the first steps each its loss, norm and learning rate; the parameters after them.
+        """Compare loss, norm and learning rate of each first step, and the parameters after them.
 
-        Parameters in float64 alone: where a gradient is nearly 0, Adam's step is as long as
-        elsewhere, and goes where rounding points. training: see `saving`. losses: so far; if there
-        are any, the training goes on: they are compared, and then the next steps with what the
-        reference makes of the whole checkpoint.
+        Parameters are compared in float64 alone: where a gradient is nearly 0, Adam's step is as
+        long as elsewhere, and goes where rounding points. training: see `saving`. losses: those so
+        far. If there are any, the training goes on from a checkpoint: they are compared, and then
+        the next steps with those that the reference takes from the whole checkpoint.
         """
         before = len(losses)
         if not self.steps:
@@ -194,7 +195,10 @@ class Trial:
 
 
 def check_fully_split(run, model, replicated):
-    """Unless `replicated`, every parameter is split over dp, too, each layer a unit of FSDP2's."""
+    """Check that every parameter is split over dp, too, and each layer is a unit of FSDP2's.
+
+    Unless `replicated`: then nothing is checked.
+    """
     if replicated:
         return
     rest = [layer for layer in model.model.layers if not isinstance(layer, FSDPModule)]
@@ -207,7 +211,7 @@ def check_fully_split(run, model, replicated):
 
 
 def number_of_steps(run, args, rows):
-    """--steps, or those of so many --epochs of the rows, each of whole batches."""
+    """Return --steps; or, given --epochs, how many whole batches of the rows those are."""
     if args.epochs is None:
         return args.steps
     batches = len(rows) // args.batch_size
@@ -216,7 +220,7 @@ def number_of_steps(run, args, rows):
 
 
 def identity_of_pretraining(run, args, rows):
-    """What must be the same for a checkpoint to be continued."""
+    """Return what must be the same for a checkpoint to be continued, {name: value}."""
     names = "steps", "lr", "warm_up", "batch_size", "num_documents", "dtype", "seed"
     flags = {f"--{name.replace('_', '-')}": getattr(args, name) for name in names}
     tokenizer = rows.documents.tokenizer.backend_tokenizer.to_str()
@@ -229,7 +233,7 @@ def identity_of_pretraining(run, args, rows):
 
 
 def saving(training, losses, args, save):
-    """Yield the steps of `training`, (loss, norm, rate) each; keep their losses, and checkpoints.
+    """Yield the steps of `training`, (loss, norm, rate) each; keep losses, and write checkpoints.
 
     save(losses): writes a checkpoint; called every so many steps, and at the end. Raises UserError
     for a loss or a norm that is infinite or NaN, before that step is saved.
@@ -244,7 +248,10 @@ def saving(training, losses, args, save):
 
 
 def progress(run, trial, model, training, losses, tokens):
-    """Go on to the last step, with a bar where somebody looks. tokens: of a step, of all ranks."""
+    """Train on to the last step, with a bar in a terminal.
+
+    tokens: how many a step has, on all ranks together.
+    """
     done, steps, rates = len(losses), trial.args.steps, []
     bar = tqdm(
         total=steps,
@@ -279,11 +286,11 @@ def progress(run, trial, model, training, losses, tokens):
 
 
 def check_long_loss(run, loss, ids):
-    """The first loss of a training on ids (B, S) is the unmodified model's, of a forward alone."""
+    """Compare the first loss of a training on ids (B, S) with the unmodified model's forward."""
     references = run.references(run.load_reference())
 
     def losses_of(one):
-        """One sequence at a time: the logits of all would take most of the memory."""
+        """Take one sequence at a time: the logits of all would take most of the memory."""
         rows = ids.split(1)
         return [torch.cat([token_losses(one(row, use_cache=False).logits, row) for row in rows])]
 
@@ -310,8 +317,8 @@ def say_what_was_learnt(run, loss, rows, held):
 def export(run, model, tokenizer, checkpoints, batches, loss):
     """Write what plain transformers loads, whole or not at all, and check it by doing that.
 
-    checkpoints: where it goes. loss: what the ranks make of batches, (ids, labels), of all ranks.
-    Rank 0 continues the first row by what was written.
+    checkpoints: its `result` is the folder. batches: (ids, labels) each, of all ranks. loss: the
+    ranks' own mean loss of them. Rank 0 continues the first row by the model that was written.
     """
     transformers.utils.logging.disable_progress_bar()
     full_state, folder = {}, checkpoints.result

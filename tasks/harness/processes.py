@@ -1,7 +1,7 @@
 """Ranks that a script starts itself, as `torch.multiprocessing.Process`es of this machine.
 
-Each gets the variables that torchrun would set, so that `job.start` works in it as it does there.
-This process holds the store at which they meet. When one of them fails, it ends the others.
+Each gets the variables that torchrun would set, so that `job.start` works in it as under torchrun.
+The script's process holds the store at which they meet. When one of them fails, it ends the others.
 """
 
 import os
@@ -14,13 +14,13 @@ import torch.distributed as dist
 
 from harness.environment import fail, when_stopped
 
-ADDRESS, PORT = "localhost", 11868  # by default; the neighbour course's
-TRIED = 100  # ports, from that one on
-PATIENCE_S = 5  # between asking a process to stop and killing it
+ADDRESS, PORT = "localhost", 11868  # by default, as in the neighbour course
+TRIED = 100  # so many ports are tried, from PORT on
+PATIENCE_S = 5  # seconds between asking a process to stop and killing it
 
 
 def open_store():
-    """The store at which the processes meet, and a note if its port is not the expected one.
+    """Return the store at which the processes meet, and a note if its port is not the expected one.
 
     MASTER_PORT is obeyed, and `fail` ends the script if that port is taken. Without it the store is
     at PORT, or at the next port that is free, so that two jobs can run side by side.
@@ -46,13 +46,13 @@ def open_store():
 
 
 def variables(rank, world_size, port):
-    """{name: value} of what torchrun would set for this rank, on one machine."""
+    """Return {name: value} of what torchrun would set for this rank, on one machine."""
     values = {
         "RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0,
         "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size, "GROUP_WORLD_SIZE": 1,
         "MASTER_ADDR": ADDRESS, "MASTER_PORT": port,
         "TORCHELASTIC_RUN_ID": f"processes of {os.getpid()}", "TORCHELASTIC_RESTART_COUNT": 0,
-        # The store is in this process, for rank 0, too.
+        # Rank 0, too, finds the store in this process.
         "TORCHELASTIC_USE_AGENT_STORE": True,
     }  # fmt: skip
     return {name: str(value) for name, value in values.items()}
@@ -60,7 +60,7 @@ def variables(rank, world_size, port):
 
 @contextmanager
 def environment_of(values):
-    """Within it the environment has these values, too; a process started here inherits them."""
+    """Within it the environment has these values, too; processes started here inherit them."""
     before = os.environ.copy()
     os.environ |= values
     try:
@@ -72,7 +72,7 @@ def environment_of(values):
 
 @contextmanager
 def ended_together(processes):
-    """At its end, whatever it is, no process of this list lives; each is asked first, then killed.
+    """Within it processes run; at its end, whatever it is, each is asked to stop, and then killed.
 
     A signal that would stop this process raises SystemExit in it, and so ends them, too.
     """
@@ -95,7 +95,7 @@ def ended_together(processes):
 
 
 def wait_for_all(processes):
-    """Wait for the end of all processes, or for the first that fails; its exit code, else 0.
+    """Wait until all processes have ended, or one has failed. Return its exit code, else 0.
 
     processes: by rank. One error line names who failed and how. A process that has ended with code
     2 has written its error line itself.
@@ -113,7 +113,7 @@ def wait_for_all(processes):
 
 
 def report(processes, code, failed):
-    """Print how a process ended, if it has not done so itself; its exit code, 1 for a signal."""
+    """Print how a process ended, unless it has itself. Return its exit code, 1 for a signal."""
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
     if code != 2:
         print(

@@ -1,4 +1,4 @@
-"""What scripts that split a Llama's tokens show: as `model_checks.py` has it, and further checks.
+"""Checks of scripts that split a Llama's tokens: those of `model_checks.py`, and further ones.
 
 The reference is always the unmodified model, run by rank 0 alone on the same weights and inputs.
 """
@@ -14,18 +14,18 @@ from harness.model_checks import error_of_mean, show_model
 from utils.losses import mean_loss, token_losses
 from utils.replicas import sum_gradients
 
-PACKS = int(transformers.__version__.split(".")[0]) >= 5  # by itself, where positions restart
+PACKS = int(transformers.__version__.split(".")[0]) >= 5  # packs by itself where positions restart
 
 
 def show_sequence(
     run, workload, mesh, parallelize, formula, tokens_of=None, unsplit=("",), exact=True
 ):
-    """`show_model`, of a model whose tokens are split over a mesh's ranks, and further checks.
+    """Call `show_model` for a model whose tokens are split over a mesh, with further checks.
 
-    That is text by `.generate`, hidden states of each rank's tokens, packed documents, and bytes.
-    formula(model, B, S), exact: as `measure_bytes` takes them. tokens_of(model, S): the tokens
-    whose hidden states a rank has, if not of `model.tokens(S)`. unsplit: see `show_model`; with "",
-    which is in every name, no weight is split.
+    Those are of text by `.generate`, hidden states of each rank's tokens, packed documents, and
+    bytes. formula(model, B, S), exact: as `measure_bytes` takes them. tokens_of(model, S): the
+    tokens whose hidden states a rank has, if not those of `model.tokens(S)`. unsplit: see
+    `show_model`; "" is in every name, so then no weight is split.
     """
     run.mark, reduce = "S", partial(sum_gradients, mesh=mesh)
 
@@ -52,7 +52,7 @@ def show_sequence(
 
 
 def check_hidden_states(run, batch, parallel, references, tokens):
-    """After every layer: of this rank's tokens, as the single-rank run has them."""
+    """Compare hidden states of this rank's tokens, after every layer, with the single rank's."""
     ids, mask, _ = batch
     real = mask[:, tokens, None]  # padding positions are ignored
 
@@ -69,23 +69,24 @@ def check_hidden_states(run, batch, parallel, references, tokens):
 
 
 def check_packed(run, ids, parallel, references, reduce):
-    """Several documents in a row, whose positions restart, as the unmodified model has them.
+    """Compare rows of several documents, whose positions restart, with the unmodified model.
 
-    Their first tokens have no label: nothing before them tells of them. ids: (B, S); reduce: see
-    `show_model`.
+    The documents' first tokens have no label: nothing before them tells of them. ids: (B, S);
+    reduce: see `show_model`.
     """
     B, S = ids.shape
     if S < 8:
         run.print0("note: hardly a token would have a label: packed documents are not compared")
         return
     places, rows = torch.arange(S, device=ids.device).expand(B, -1), torch.arange(B)[:, None]
-    # Documents of one token, of two, and longer ones; in some rows at other places, in others not.
+    # Even rows: documents of one token, of few, and longer ones, in each row at other places. Odd
+    # rows: one of one token, and the rest.
     starts = torch.tensor([0, 1, 3, S // 3, S // 2 + 1])
     starts = (starts + rows * (starts > 1)) * ((rows % 2 == 0) | (starts < 2))
     starts = starts.to(ids.device)[..., None]
     begins = (starts * (places[:, None] >= starts)).amax(1)
     labels = ids.masked_fill(places == begins, -100)
-    # The last one's positions begin anywhere.
+    # The last document's positions begin at S, not at 0.
     packed = dict(position_ids=places - begins + S * (begins == starts.amax(1)), use_cache=False)
     inside = begins[:, None, :, None] == begins[:, None, None]
     blocks = inside & places.new_ones(S, S).tril().bool()
@@ -101,7 +102,7 @@ def check_packed(run, ids, parallel, references, reduce):
         value.backward()
         return [result.detach()]
 
-    def only(name):  # of keys, which a border hides; and the lookup's, which no input takes part in
+    def only(name):  # the keys, which borders hide, and the embedding, before all layers
         return "layers.0.self_attn.k_proj.w" in name or "embed_tokens" in name
 
     for reference in references[:1]:

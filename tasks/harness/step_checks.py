@@ -1,4 +1,4 @@
-"""How a training step of a whole batch, and three of them, are held against a single-rank run's."""
+"""Compare a training step of a whole batch, and three of them, with a single-rank run's."""
 
 import copy
 from collections import Counter
@@ -17,15 +17,16 @@ from utils.losses import mean_loss, token_losses
 from utils.shards import shard_of
 
 ALL = slice(None)
-LARGE = 500e6  # parameters: beyond, the copies that take three steps fill the memory
+LARGE = 500e6  # parameters; beyond, the copies that take three steps fill the memory
 
 
 class Reference:
     """What the single rank makes of a batch.
 
-    On all ranks `logits` (B, S, V), 0 where a token is padding, `input_grad` (B, S, H) of the
-    embeddings and the mean `loss`: of each reference, see `checks.Comparison.references`. On rank 0
-    `models`, with their gradients, and `trained`, whose gradients are what three steps change.
+    On all ranks there are `logits` (B, S, V), 0 where a token is padding, `input_grad` (B, S, H),
+    the gradient of the embeddings, and the mean `loss`. Each of these has a value for every
+    reference, see `checks.Comparison.references`. On rank 0 there are `models`, with their
+    gradients, and `trained`, where gradients are replaced by what three steps change.
     """
 
     def __init__(self, run, batch):
@@ -61,13 +62,13 @@ class Reference:
             self.trained = copies[:1]
 
     def check_step(self, run, name, module, step, embedding, rows=ALL, times=1, optimizer=SGD):
-        """A step's logits, loss, gradients, and what three of them change, are the single rank's.
+        """Compare a step with the reference: logits, loss, gradients, and what three steps change.
 
         step(): forward and backward; returns this rank's part of the loss, and the logits of the
-        batch or None. embedding: the module whose output gradients, one microbatch after the other,
-        are the batch's; or None. rows: of the batch, which this rank has. times: what the loss that
-        it goes back from is multiplied by. optimizer: see `three_steps`. The parameters are as
-        before, afterwards.
+        batch or None. embedding: the module that embeds the batch, or None; the gradients of its
+        outputs, one microbatch after the other, are compared. rows: those of the batch that this
+        rank has. times: the loss is multiplied by it before the backward. optimizer: see
+        `three_steps`. Afterwards the parameters are as they were before.
         """
         seen, parameters = [], [parameter for _, parameter in module.named_parameters()]
         mask, number = self.mask[rows], len(self.mask[rows])
@@ -84,7 +85,7 @@ class Reference:
         logits = None if logits is None or not number else logits[:number]
         pairs = [] if logits is None else [(blank(logits, mask), *(x[rows] for x in self.logits))]
         end = 0, int(self.mask[0].nonzero()[-1])
-        first = number > 0 and not rows.start  # of the batch's rows the one that is shown
+        first = number > 0 and not rows.start  # whether this rank has the row that is shown
         local = logits[end] if first and logits is not None else None
         run.show("outputs", self.logits[0][end], local)
         run.check(f"{name}: logits", pairs)
@@ -92,7 +93,7 @@ class Reference:
         run.show("loss", self.loss[0], loss)
         run.check(f"{name}: loss", [(loss, *self.loss)], own_error=self.own_error)
         pieces, grad = [], None
-        while seen and sum(map(len, pieces)) < number:  # before these, a trial for shapes
+        while seen and sum(map(len, pieces)) < number:  # earlier outputs are of a trial for shapes
             y = seen.pop()
             pieces.insert(0, torch.zeros_like(y) if y.grad is None else y.grad / times)
             grad = torch.cat(pieces)
@@ -111,25 +112,28 @@ class Reference:
                 parameter.grad = None
 
     def compare_gradients(self, run, name, module):
-        """Those of a module's parameters are what the whole batch gives on the single rank."""
+        """Compare the gradients of a module with those of the whole batch on the single rank."""
         title = f"{name}: gradients"
         compare_gradients(run, title, module, self.models, self.only)
 
 
 def compares_changes(run):
-    """Whether what steps change is compared: bfloat16 has no digits for small changes."""
+    """Return whether what steps change is compared.
+
+    It is not in bfloat16, which has no digits for small changes, nor of large models.
+    """
     return number_of_parameters(run.source) <= LARGE and run.dtype != torch.bfloat16
 
 
 def sum_of_parts(run, loss):
-    """The loss, float64, of which each rank has a part, a tensor or a number."""
+    """Return the loss, float64, of which each rank has a part, a tensor or a number."""
     return run.gather(torch.as_tensor(loss, dtype=torch.float64, device=run.device)).sum()
 
 
 def check_copies(run, title, module, value=lambda parameter: parameter):
-    """What several ranks have of a parameter, or of its gradient, is the same bits, by SHA-256.
+    """Check that all ranks' copies of a parameter, or its gradient, are the same bits, by SHA-256.
 
-    value: of a parameter, the tensor that is meant.
+    value(parameter): the tensor that is meant.
     """
     local = {(key, str(shard_of(p))): p for key, p in module.named_parameters()}
     everyone = run.gather_objects(list(local))
@@ -138,17 +142,18 @@ def check_copies(run, title, module, value=lambda parameter: parameter):
         [(part, fingerprint([local_part(value(local[part]))])) for part in copied if part in local]
     )
     if copied:
-        more = torch.tensor(float(len(set(chain(*hashes))) - len(copied)))  # than one of each
+        # How many hashes there are beyond one for each of these.
+        more = torch.tensor(float(len(set(chain(*hashes))) - len(copied)))
         run.check(title, [(more, 0 * more)], 0.0)
 
 
 def blank(logits, mask):
-    """Logits, 0 where a token is padding, of which each version makes something else."""
+    """Set logits to 0 where a token is padding: there each version makes something else of them."""
     return logits.masked_fill(mask[..., None] == 0, 0)
 
 
 def compare_gradients(run, name, module, references, only=lambda name: True):
-    """Every parameter's gradient, of those whose name only(name) wants, in one check."""
+    """Compare the gradients of all parameters whose name only(name) wants, in one check."""
     values = [lambda parameter: parameter.grad]
     if run.dtype in WIDER:
         values.append(lambda parameter: parameter.exact_grad)
@@ -158,7 +163,7 @@ def compare_gradients(run, name, module, references, only=lambda name: True):
 
 
 def three_steps(parameters, step, optimizer=SGD):
-    """Three steps of SGD with momentum. Each gradient becomes what they have changed.
+    """Take three steps of SGD with momentum. Replace each gradient by what they have changed.
 
     step(): fills in the gradients. optimizer(parameters, lr, momentum): SGD, split or not. Returns
     what the parameters were before.
@@ -175,7 +180,7 @@ def three_steps(parameters, step, optimizer=SGD):
 
 
 def keep_changes(parameters, train):
-    """train(), after which each parameter's gradient is what it has changed.
+    """Call train(), and replace each parameter's gradient by what it has changed.
 
     Returns what the parameters were before, and what train() has returned.
     """
@@ -187,6 +192,6 @@ def keep_changes(parameters, train):
 
 
 def refuse_if_endless(losses, lr):
-    """UserError for losses that are infinite or NaN, the same on all ranks."""
+    """Raise UserError for losses that are infinite or NaN. All ranks have the same losses."""
     if not losses.isfinite().all():
         raise UserError(f"--lr {lr}: losses that are no numbers any more: take a smaller one")

@@ -7,9 +7,10 @@ CODES = {"bold": 1, "red": 31, "green": 32}
 
 
 def styled(text, style):
-    """The text in a style of CODES; as it is in a file or a pipe, and where NO_COLOR is set.
+    """Return the text in a style of CODES, or as it is where that would not show as such.
 
-    (no-color.org; TERM=dumb says that a terminal knows no codes.)
+    That is in a file or a pipe, where NO_COLOR is set (no-color.org), and on a terminal that knows
+    no codes, TERM=dumb.
     """
     plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
     if plain or not sys.stdout.isatty():

@@ -1,64 +1,75 @@
-"""How far is too far: as far as the reference itself is off, times a few.
+"""How far a run may be off: a few times as far as the reference itself is off.
 
 The reference's own error is its difference from the same model in the next wider dtype
 (`wider.py`). A parallel run adds the same products in another order. It rounds as often, so it is
 about as far off; which of the two is nearer is chance. Chance averages out in a root mean square
-(rms) over many values, less in one over few, and least in a largest value. So several measures of
-the error are compared, and each may be a few times the reference's:
+(rms) over many values, less in one over few, and least in a largest value. Hence these rules.
+
+1. Several measures of the error are compared. Each may be a few times the reference's: see LIMITS.
 
     rms      over a whole tensor, or this rank's slice of it
     row      rms over the last dim: of a token, an output unit, a word of the vocabulary
     column   rms over all other dims: of an input unit, a number in all tokens' hidden states
     max      the largest value
-    scale    s - 1, where s times the exact values is nearest to what was computed; of the whole,
-    (row scale, column scale)    each row and each column
+    scale    |s - 1|, where s is the factor by which the exact values come nearest to the run's
+    row scale, column scale     the same, of each row and of each column
 
-The parts are there for what the whole hides: a head or a token whose values are small, and wrong.
-The scale is there for bfloat16. Errors of single values, of 5 % there, average out in it; what is
-left out, or counted twice, does not.
+Rows and columns are there for what the whole hides: a head or a token whose values are small, and
+wrong. The scale is there for bfloat16: errors of single values, of 5 % there, average out in it,
+but what is left out, or counted twice, does not.
 
-Where the reference happens to be nearly right, it is off by less than it may be. So its error
-counts as no less than is usual, relative to the values' norm: as in the worst tensor of the check
-(the same weight in all layers, on all ranks); of rows and columns, what one of a hundred exceeds.
-It also counts as no less than one rounding; the largest error as no less than is to be expected
-where the worst row and the worst column meet; and the scale's as no less than independent errors of
-n values give, 1 / sqrt(n) of their rms, or a 24th, for errors are not quite independent. A row
-or column whose values are smaller than the reference's error has no scale: there it may be as far
-off as the rms. A tensor that should be zero has no parts and no scale. Such is the gradient of the
-queries where each token sees only itself. Its rms and its largest value are held against the
-largest of such tensors in the check.
+2. The reference's error counts as no less than each of these, since by chance it may be small:
 
-A gradient from few tokens needs more care. A weight's gradient is a sum over the tokens t of
-d_t x_t^T, where x_t is the layer's input and d_t the gradient of its output. The error of a row i
-is the sum of (error of d_t[i]) x_t: as many roundings as there are tokens, however long the row is.
-The d_t[i] is a sum itself, and its rounding is as large as the sum's terms, so it is alike for
-all i; but the sum may be next to nothing. Among thousands of rows of one token's gradient there is
-one where that is so, and where the reference happens to have rounded right: both of its measures
-are far too small. (Columns: the same, with d and x exchanged.)
+    * the usual error, relative to the values' norm. Of a whole tensor: as in the worst tensor of
+      the check (the same weight in all layers, on all ranks). Of rows and columns: what one of a
+      hundred exceeds.
+    * one rounding
+    * for the largest error: what is to be expected where the worst row and the worst column meet
+    * for a scale: what independent errors of n values give, 1 / sqrt(n) of their rms, and no less
+      than a 24th of it, for errors are not quite independent
+    * except for a whole tensor's scale, in which roundings average out: an eighth of what the
+      longest sum makes of random roundings, each as likely up as down
 
-So rows that have few independent roundings are measured together with their neighbours: so many
-that they have MANY between them, as a head has. How many independent roundings a row has is seen in
-the reference's errors: where they come from one token, those of all rows have one direction. Nobody
-has to say how many tokens there were; and what counts is how many of them had a part in the errors.
-With one token, 64 rows are measured as one; with 64 tokens, each by itself.
+The last is there because some kernels add more carefully than others. A CPU's library adds the
+products of up to three rows one after the other, and of four rows in blocks: for 32,000 random
+products the sum is off by 4.6e-6 and by 4.3e-7 of it. A rank of few tokens has the first, where the
+reference has the second. If the tokens are one and the same, all have the same error, which no sum
+over them averages out.
 
-The rows of one head may have fewer roundings between them than that. The gradient of a query is a
-sum over the keys, each times one number, which is off by chance. Where all keys are alike, as in a
-text that repeats one word, the error of a head is one rounding, along the head's values. So where a
-scale explains a quarter of the neighbours' squared error, more of them are measured together.
-(The usual error still comes from the smaller groups: larger would tighten other tensors' limits.)
+3. A row or column whose values are smaller than the reference's error has no scale that says
+anything: there the reference's scale counts as off by the rms.
 
-A run's scale is not judged where there are few roundings, as they do not average out: the gradient
-of the queries of two tokens is made of one number a head. (The reference's is: as an error that is
-usual in the check.) Nor is it of a matrix of one row or column, such as LoRA's of rank 1, which
-cannot show how many there were.
+4. A tensor that should be zero has no parts and no scale. Such is the gradient of the queries where
+each token sees only itself. Its rms and its largest value are held against those of the largest of
+such tensors in the check.
 
-Some kernels add more carefully than others. A CPU's library adds the products of up to three rows
-one after the other, and of four rows in blocks: of 32,000 random products that is off by 4.6e-6 and
-by 4.3e-7 of the sum. A rank of few tokens has the first, where the reference has the second. If the
-tokens are one and the same, all have the same error, which no sum over them averages out. So the
-reference's error counts as no less than an eighth of what the longest sum makes of random
-roundings, each as likely up as down. (Not of the scale: there they average out.)
+5. Rows with few independent roundings are measured together with their neighbours: so many rows
+that they have MANY roundings between them, as a head has. (Columns: the same.)
+
+A weight's gradient is a sum over the tokens t of d_t x_t^T, where x_t is the layer's input and d_t
+the gradient of its output. The error of row i is the sum of (error of d_t[i]) x_t: as many
+roundings as there are tokens, however long the row is. The d_t[i] is a sum itself. Its rounding is
+as large as the sum's terms, so it is about the same for all i, while the sum may be next to
+nothing. Among thousands of rows of one token's gradient there is one where the sum is next to
+nothing, and where the reference happens to have rounded right: then its error and its values are
+both far too small to measure by. (For columns d and x change places.)
+
+How many independent roundings a row has is seen in the reference's errors: where they come from one
+token, those of all rows have one direction. So nobody has to say how many tokens there were, and
+only tokens that had a part in the errors count. With one token, 64 rows are measured as one; with
+64 tokens, each row by itself.
+
+6. Where one scale explains more than a quarter of the neighbours' squared error, still more rows
+are measured together, for those of one head may have fewer roundings than rule 5 expects. The
+gradient of a query is a sum over the keys, each times one number, which is off by chance. Where all
+keys are alike, as in a text that repeats one word, the error of a head is one rounding, along the
+head's values. (The usual error of rule 2 still comes from the smaller groups: larger ones would
+tighten other tensors' limits.)
+
+7. A run's scale is not judged where there are few roundings, as they do not average out: the
+gradient of the queries of two tokens is made of one number a head. Nor is that of a matrix of one
+row or column, such as LoRA's of rank 1, which cannot show how many roundings there were. (The
+reference's scale still counts among the usual errors of rule 2.)
 """
 
 import math
@@ -67,16 +78,16 @@ from itertools import product
 
 import torch
 
-# How many times the reference's error is too far. figures/bench/tolerance.py measures how far right
+# How many times the reference's error is allowed. figures/bench/tolerance.py measures how far right
 # runs come: most to about 1, and none to three quarters of these.
 LIMITS = {"rms": 8.0, "row": 16.0, "column": 16.0, "max": 16.0}
 LIMITS |= {"scale": 16.0, "row scale": 32.0, "column scale": 32.0}
 WHOLE = "rms", "max", "scale"  # one number a tensor
-APART, OF_ROUNDING = ("rms", "max"), " of rounding"  # of what should be zero, all that is measured
+APART, OF_ROUNDING = ("rms", "max"), " of rounding"  # all that is measured of what should be zero
 FEW = 8  # values; a mean square over fewer says nothing that the largest value does not
 FEW_ROUNDINGS = 12  # independent ones: below this, rows or columns are measured together
 MANY = 64  # independent roundings that such a group should have: their sizes may differ much
-SHARED = 1 / 4  # of neighbours' squared error: what one number for all of them may explain
+SHARED = 1 / 4  # the part of neighbours' squared error that one scale for them may explain
 SOME = 32  # rows or columns that tell how many independent roundings one has
 # Values taken at a time: on a CPU so few that they stay in its cache, for touching new memory takes
 # ten times as long as these sums; on a GPU so many that it has something to do.
@@ -85,13 +96,13 @@ CHUNK = {"cpu": 2**16, "cuda": 2**22}
 
 @dataclass
 class Errors:
-    """Measures of one tensor, each of three: the run's error, the reference's error, the values.
+    """Measures of three things, for one tensor: the run's error, the reference's error, the values.
 
     norms: {"rms": (3, 1), "row": (3, rows), "column": (3, columns), ...}, float64. The scale is a
-    share already: its values count as 1. mean: of the run's error. own_error: the reference's
-    largest.
-    together: {"row": how many neighbouring rows are measured as one, "column": ...}, if they are.
-    fewer: norms of fewer neighbours, where more are measured together because they share roundings.
+    share already: its values count as 1. mean: the run's mean error. own_error: the reference's
+    largest error. together: {"row": how many neighbouring rows are measured as one, "column": ...},
+    if they are. fewer: norms of fewer neighbours, where more are measured together because they
+    share roundings.
     """
 
     norms: dict
@@ -103,9 +114,10 @@ class Errors:
 
 
 def measure(actual, reference, exact, own_error=0.0):
-    """The `Errors` of tensors of one shape. own_error: what the reference's error is at least.
+    """Return the `Errors` of three tensors of one shape.
 
-    In pieces of some rows: the tensors may be most of the memory.
+    own_error: what the reference's error is at least. Works in pieces of some rows, since the
+    tensors may be most of the memory.
     """
     width = actual.shape[-1] if actual.dim() else 1
     tensors = [tensor.detach().reshape(-1, width) for tensor in (actual, reference, exact)]
@@ -121,8 +133,8 @@ def measure(actual, reference, exact, own_error=0.0):
         five = torch.cat([three.square(), three[:2] * three[2]])
         rows.append(five.mean(2))
         columns = columns + five.sum(1)
-    # From here on it is little, and on the CPU: a GPU that others use, too, lets each value that is
-    # read wait for its turn.
+    # What is left is little, and goes to the CPU: on a GPU that others use, too, each value that is
+    # read would wait for its turn.
     rows, columns = torch.cat(rows, dim=1).cpu(), columns.cpu()
     total, largest = total.cpu(), largest.cpu()
     count = rows.shape[1]
@@ -136,8 +148,9 @@ def measure(actual, reference, exact, own_error=0.0):
         if length < FEW:
             continue
         number = independent_roundings(*tensors[1:], dim, worst_parts(means))
-        if number < min(FEW_ROUNDINGS, length / 2):  # fewer than a row of so many values can have
-            together[kind] = 2 ** round(math.log2(MANY / number))  # a head's first row begins one
+        if number < min(FEW_ROUNDINGS, length / 2):  # few, though so many values can have more
+            # A power of 2, so that a head's first row begins a group.
+            together[kind] = 2 ** round(math.log2(MANY / number))
             neighbours = mean_of_neighbours(means, together[kind])
             shared = share_of_scales(neighbours)
             if shared > SHARED:
@@ -147,7 +160,7 @@ def measure(actual, reference, exact, own_error=0.0):
             means = neighbours
         if means.shape[1] > 1:
             norms[kind] = means[:3].sqrt()
-            if kind not in together:  # of few roundings errors do not average out
+            if kind not in together:  # errors of few roundings do not average out
                 norms[f"{kind} scale"] = scales(means, length)
     if count * width >= FEW:
         norms["scale"] = scales(whole, count * width, part=False)
@@ -159,16 +172,17 @@ def measure(actual, reference, exact, own_error=0.0):
 
 
 def worst_parts(means):
-    """Of which rows, or columns, the reference is furthest off for their values: some indices."""
+    """Return indices of the rows, or columns, where the reference is furthest off, relatively."""
     relative = (means[1] / means[2]).nan_to_num(0.0, 0.0, 0.0)
     return relative.topk(min(SOME, len(relative))).indices
 
 
 def independent_roundings(reference, exact, dim, parts):
-    """How many independent roundings the error of a row has (dim 0), or of a column (dim 1).
+    """Return how many independent roundings the error of a row has (dim 0), or of a column (dim 1).
 
-    parts: indices of the rows that tell. Two random directions in a space of n dimensions have in
-    the mean a squared cosine of 1/n. Those of n tokens' errors are in such a space.
+    parts: indices of the rows that tell. In a space of n dimensions, the squared cosine of two
+    random directions is 1/n in the mean. The rows' errors lie in such a space if n tokens made
+    them.
     """
     parts = parts.to(reference.device)
     errors = reference.index_select(dim, parts).double() - exact.index_select(dim, parts).double()
@@ -181,7 +195,10 @@ def independent_roundings(reference, exact, dim, parts):
 
 
 def mean_of_neighbours(means, number):
-    """(5, n) -> (5, n // number), at least one: means of so many; the last takes what is left."""
+    """Average groups of `number` neighbours: (5, n) -> (5, n // number), at least one group.
+
+    The last group takes what is left, too.
+    """
     groups = max(1, means.shape[1] // number)
     last = (groups - 1) * number
     others = means[:, :last].unflatten(1, (groups - 1, number)).mean(2)
@@ -189,7 +206,7 @@ def mean_of_neighbours(means, number):
 
 
 def share_of_scales(means):
-    """How much of the reference's squared error a scale of each part explains, in the mean.
+    """Return how much of the reference's squared error a scale of each part explains, in the mean.
 
     means: (5, n), of n parts of a tensor. The whole tensor's scale is taken out before: all parts
     share that one.
@@ -202,9 +219,10 @@ def share_of_scales(means):
 
 
 def scales(means, number, part=True):
-    """(3, n) as in `Errors`, of n parts of `number` values, from their mean products, (5, n).
+    """Return the scales, (3, n) as in `Errors`, of n parts of a tensor.
 
-    part: of a tensor, and not all of it.
+    means: their mean squares and products, (5, n), of `number` values each. part: whether they are
+    parts of a tensor, and not all of it.
     """
     ours, its = (means[3:] / means[2]).abs().nan_to_num(0.0)
     rms = (means[1] / means[2]).sqrt().nan_to_num(0.0)
@@ -213,11 +231,12 @@ def scales(means, number, part=True):
 
 
 def worst_relative(many):
-    """{kind: the largest error of a reference, of those of `many`, as a share of its values'}.
+    """Return {kind: the largest of the references' errors of `many`, as a share of the values'}.
 
-    Of what should be zero, and is rounding, the error is many times the values: such tensors are
-    apart, for they would allow the others everything: {"rms of rounding": the largest error itself,
-    "max of rounding": the same, "values of rounding": the rms of the values of the largest one}.
+    Tensors that should be zero, and are rounding, are apart: their errors are many times their
+    values, and would allow the others everything. For them there are {"rms of rounding": the
+    largest error itself, "max of rounding": the same, "values of rounding": the rms of the values
+    of the largest one}.
     """
     worst = {kind: 0.0 for kind in (*WHOLE, *(kind + OF_ROUNDING for kind in (*APART, "values")))}
     for errors in many:
@@ -233,22 +252,23 @@ def worst_relative(many):
 
 
 def is_rounding(errors):
-    """Whether the reference is a hundred times as far off as the values are large."""
+    """Return whether the reference is a hundred times as far off as the values are large."""
     _, reference, size = errors.norms["rms"]
     return (reference > 100 * size).item()
 
 
 def judge(many, dtype, worst, longest_sum=1):
-    """Of each measure of each tensor: (share of the limit, number, kind, part, error, allowed).
+    """Yield (share of the limit, number, kind, part, error, allowed), by tensor and measure.
 
-    many: the `Errors` of tensors whose usual errors are alike. worst: `worst_relative` of those, on
-    all ranks. dtype: the run's. longest_sum: how many products a value of the model is a sum of at
-    most. Of rows and columns the nearest to its limit; part is its index.
+    many: the `Errors` of tensors whose usual errors are alike; number: a tensor's place among them.
+    dtype: the run's. worst: `worst_relative` of those tensors, on all ranks. longest_sum: of how
+    many products a value of the model is a sum, at most. Of a tensor's rows, or columns, only the
+    one that is nearest to its limit counts: part is its index.
     """
     unit = torch.finfo(dtype).eps / 2
-    # Half precision is added in float32, too.
+    # Half precision, too, is added in float32.
     of_sum = max(unit, math.sqrt(longest_sum) / 8 * torch.finfo(torch.float32).eps / 2)
-    # What is as small as rounding elsewhere is rounding, too, and happens to be zero here.
+    # Values as small as rounding elsewhere are rounding, too, though the error may be small here.
     small = worst["values" + OF_ROUNDING]
     apart = [is_rounding(e) or 0 < e.norms["rms"][2] <= small for e in many]
     for (kind, limit), rounding in product(LIMITS.items(), (False, True)):
@@ -270,10 +290,10 @@ def judge(many, dtype, worst, longest_sum=1):
             usual = relative[int(0.99 * (len(relative) - 1))].item() if len(relative) else 0.0
         for number, (error, reference, size) in own:
             least = max(usual, unit if kind == "scale" else of_sum) * size
-            if rounding:  # one number a head, of queries and keys of one token: double, for chance
+            if rounding:  # doubled for chance: of one token it is one number a head
                 least = torch.full_like(size, 2 * worst[kind + OF_ROUNDING])
             scale = torch.maximum(reference, least)
-            scale += torch.finfo(dtype).tiny  # what is smaller may have been rounded to zero
+            scale += torch.finfo(dtype).tiny  # smaller values may have been rounded to zero
             share = error / (limit * scale)
             # NaN must not pass, and nothing can be held against a reference that is not finite.
             share = share.masked_fill(~scale.isfinite(), torch.inf).nan_to_num(torch.inf)

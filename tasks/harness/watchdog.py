@@ -1,12 +1,12 @@
 """Noticing who is missing. A rank that hangs closes no connection, nor does a machine that is lost.
 
-What torchrun sees is a process of its own machine that ends; and on a GPU the others may wait for
-that one, in C, where no signal's handler of Python's runs. Two threads on each rank see the rest:
+torchrun sees only that a process of its own machine ends. On a GPU the other ranks may then wait in
+C, where Python runs no signal's handler. Two threads on each rank see the rest:
 
 * torchrun, or a rank of this machine, is gone: this one ends, too.
 * A rank does not come to a collective (it sleeps, is stopped, or computes). Each process group
   counts the collectives that a rank has begun. A rank whose counts stand still puts them into the
-  ranks' store; after --timeout seconds, who has begun one more than another waits for that one,
+  ranks' store. After --timeout seconds, a rank that has begun more than another is waiting for it,
   and names it. (The backend's own timeout, which names nobody, is later. In shared memory a rank
   sees by itself who is late, and raises `Missing`.)
 * A machine is cut off: between several nodes, one rank of each tells the others every second that
@@ -31,7 +31,7 @@ from harness.environment import end_sibling, when_stopped
 from shared_memory.slots import Missing, in_words
 
 STOPPED = []  # when this process was asked to stop
-SPARE_S = 30  # by which the backend's timeout is later than --timeout
+SPARE_S = 30  # seconds by which the backend's timeout is later than --timeout
 
 # What gloo, NCCL, shared memory's group and the ranks' store say of a rank that has ended.
 ENDED = (
@@ -41,9 +41,10 @@ ENDED = (
 
 
 def catch_signals():
-    """A list that gets an entry when this process is asked to stop; the second time it does.
+    """Return a list that gets an entry when this process is asked to stop.
 
-    (Within a second it is the same time: Slurm signals torchrun and its ranks, and torchrun too.)
+    Asked a second time, the process ends. (Within a second both are one: Slurm signals torchrun and
+    its ranks, and torchrun signals its ranks, too.)
     """
 
     def handler(number, frame):
@@ -56,41 +57,44 @@ def catch_signals():
 
 
 class Watch:
-    """One for each rank, from its start to its end. store: the ranks' own."""
+    """Watches over the job on each rank, from start to end. store: the one that all ranks share."""
 
     def __init__(self, store, rank, world_size, timeout_s):
         self.store, self.rank, self.world_size = store, rank, world_size
         self.timeout_s, self.over = timeout_s, threading.Event()
         self.node, nodes = (os.environ.get(n, "0") for n in ("GROUP_RANK", "GROUP_WORLD_SIZE"))
-        # One rank of each node looks after all; of a single node nobody does.
+        # With several nodes, one rank of each watches all nodes.
         among = int(nodes) > 1 and os.environ.get("LOCAL_RANK") == "0"
         self.nodes = range(int(nodes)) if among else ()
         self.silence_s = float(os.environ.get("NODE_TIMEOUT", "15"))
         self.torchrun = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         self.processes = {}  # {rank: (its node, its process)}
-        self.counts, self.moved = {}, time.monotonic()  # since then the counts stand still
+        self.counts, self.moved = {}, time.monotonic()  # when the counts last changed
         self.contact = time.monotonic()  # when the store last answered
         if world_size > 1:
             for loop in (self.look, self.report):
                 threading.Thread(target=loop, daemon=True).start()
 
     def look(self):
-        """Asks nobody, so that it never waits; until all is over."""
+        """Notice processes that are gone and a store that is silent, until all is over.
+
+        It asks no other rank, so it never waits for one.
+        """
         gone = 0
         while not self.over.wait(1):
             now, counts = time.monotonic(), collectives_begun()
             if counts != self.counts:
                 self.counts, self.moved = counts, now
             if self.torchrun:
-                # For a moment at the end, when all go, one may be first.
+                # At the end, when all go, one may be gone a moment before this one.
                 gone = 0 if all(map(psutil.pid_exists, self.here())) else gone + 1
                 if gone > 1 or os.getppid() != self.torchrun:
-                    os._exit(1)  # who is gone has said why, or torchrun says it
+                    os._exit(1)  # the one that is gone has said why, or torchrun does
             silent_s = now - self.contact
             if self.nodes and silent_s > self.silence_s + 2:
                 self.lost(f"the node of rank 0 ({os.environ['MASTER_ADDR']})", cut_off=True)
-            # Where rank 0 holds the store and is stopped, questions are not answered.
-            late_s = self.timeout_s + 0.5 * min(self.rank, 10)  # one line, of one rank
+            # If rank 0 holds the store, and is stopped, the store does not answer.
+            late_s = self.timeout_s + 0.5 * min(self.rank, 10)  # one rank speaks first
             if now - self.moved > late_s and silent_s > 5:
                 if self.rank:
                     end_sibling(0)  # torchrun would wait half a minute for one that is stopped
@@ -100,8 +104,8 @@ class Watch:
                 )
 
     def report(self):
-        """Tell the store of this rank, and hear of the others, until all is over."""
-        # A connection of its own: another's may be waiting in the middle of a question.
+        """Tell the store what this rank has begun, and hear of the others, until all is over."""
+        # A connection of this thread's own: on the other one, a question may be waiting.
         address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         patience = datetime.timedelta(seconds=self.silence_s)
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -125,18 +129,18 @@ class Watch:
                     if now - heard[node][1] > self.silence_s:
                         self.lost(f"node {node}")
                 still_s = time.monotonic() - self.moved
-                if still_s > 1 and told != self.counts:  # else it is at work: no byte is sent
+                if still_s > 1 and told != self.counts:  # a rank at work sends nothing
                     told = self.counts
                     store.set(f"begun/{self.rank}", json.dumps(told))
                 if still_s > self.timeout_s:
                     before, suspects = suspects, self.late(store)
-                    if suspects == before:  # seen twice: it has not come in this very second
+                    if suspects == before:  # seen twice: they have not come meanwhile
                         frame = sys._current_frames()[threading.main_thread().ident]
                         self.blame(*suspects, traceback.extract_stack(frame))
                 self.contact = time.monotonic()
 
     def here(self, ranks=None):
-        """The processes of this machine's ranks, or of those among `ranks`."""
+        """Return the processes of this machine's ranks, or of those among `ranks`."""
         return [
             process
             for rank, (node, process) in self.processes.items()
@@ -146,7 +150,10 @@ class Watch:
     # ------------------------------------------------ several nodes
 
     def lost(self, what, cut_off=False):
-        """End this node's part of the job. torchrun would wait for its store, too, if cut off."""
+        """End this node's part of the job, since another node is silent. what: that node, in words.
+
+        cut_off: end torchrun, too, which would wait for its store.
+        """
         if not self.over.is_set():
             others = self.here()
             if cut_off and self.torchrun:
@@ -158,21 +165,24 @@ class Watch:
             )
 
     def wait_for_all(self, what):
-        """Wait until all ranks have come here, however long it takes. what: for once."""
+        """Wait until all ranks have come here, however long it takes.
+
+        what: a name that is used only once.
+        """
         keys = [f"{what}/{rank}" for rank in range(self.world_size)]
         self.store.set(keys[self.rank], "")
         while not self.store.check(keys):
             time.sleep(0.1)
 
     def stop(self):
-        """Called by all ranks together, at the end of their work."""
+        """End the watch. All ranks call it together, at the end of their work."""
         dist.barrier()
         self.over.set()
 
     # ------------------------------------------------ a rank that does not come
 
     def late(self, store):
-        """(ranks that others wait for, those who wait), by what all have told."""
+        """Return (ranks that do not wait, ranks that wait), by what all have told the store."""
         begun = {}
         for rank in range(self.world_size):
             key = f"begun/{rank}"
@@ -189,7 +199,10 @@ class Watch:
         return [rank for rank in begun if rank not in waiting], waiting
 
     def blame(self, late, waiting, frames):
-        """End the job, for these are late. frames: where this rank waits."""
+        """End the job with a line that names the late ranks, if this rank waits for them.
+
+        frames: this rank's stack.
+        """
         if not late or self.rank not in waiting:
             return  # all wait, each for something else: a bug, with its traceback later
         if self.rank != waiting[0]:
@@ -202,14 +215,14 @@ class Watch:
         )
 
     def explain(self, error):
-        """Where a collective failed because another rank is gone, say who; else return.
+        """Say who is gone, if a collective failed because of that, and end the job; else return.
 
-        The error itself is said first, in a line: what is made of it might be wrong.
+        The error itself is printed first, in a line: what is concluded from it might be wrong.
         """
         if isinstance(error, Missing) and error.waiting:
             late, waiting = error.late, error.waiting
             if time.monotonic() - self.contact < 5:  # the store answers
-                more = self.late(self.store)  # those late may wait elsewhere, not in shared memory
+                more = self.late(self.store)  # a late rank may be waiting, but not in shared memory
                 if self.rank in more[1]:
                     late = [rank for rank in late if rank in more[0]] or more[0]
             self.blame(late, waiting, traceback.extract_tb(error.__traceback__))
@@ -223,7 +236,7 @@ class Watch:
             # The others give up now, too; or one has ended and said why, and torchrun, which sees
             # it, ends this one meanwhile.
             time.sleep(3)
-            if STOPPED:  # all were asked to, and the missing did so at once
+            if STOPPED:  # all were asked to stop, and the missing ranks did so at once
                 os._exit(130)
             everyone = range(self.world_size)
             waited = [rank for rank in everyone if self.store.check([f"waited/{rank}"])]
@@ -243,7 +256,7 @@ class Watch:
 
 
 def collectives_begun():
-    """{process group: (collectives that this rank has begun, the group's ranks)}."""
+    """Return {process group: (collectives that this rank has begun, the group's ranks)}."""
     if not dist.is_initialized():
         return {}
     counts = {}
@@ -255,18 +268,18 @@ def collectives_begun():
 
 
 def speaks_of_an_end(error):
-    """Whether an exception says that another rank has ended.
+    """Return whether an exception says that another rank has ended.
 
-    Only in gloo's own words, NCCL's, or the store's: other errors speak of peers, too (CUDA's "peer
-    access is not supported").
+    Only gloo's own words, NCCL's, or the store's count: other errors speak of peers, too (CUDA's
+    "peer access is not supported").
     """
-    # NCCL's and the store's have types.
+    # NCCL's errors and the store's have types.
     known = "/gloo/transport/" in str(error) or isinstance(error, dist.DistError)
     return bool(known and re.search(ENDED, str(error)))
 
 
 def place(frames):
-    """The innermost line of the script in a stack, and of what it builds on, in words."""
+    """Return, in words, a stack's innermost line of the script, and that of the files beside it."""
     script = os.path.abspath(sys.argv[0])
     frames = [frame for frame in frames if os.path.dirname(script) in frame.filename]
     shown = [frame for frame in frames if frame.filename == script][-1:] + frames[-1:]
@@ -275,7 +288,7 @@ def place(frames):
 
 
 def end(message, others=()):
-    """One line, and the end, from whatever thread; of other processes, too."""
+    """Print one error line and end this process, from whatever thread; kill the others, too."""
     sys.stdout.flush()
     print(f"error: {message}", file=sys.stderr, flush=True)
     for process in others:

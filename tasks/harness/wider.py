@@ -20,7 +20,7 @@ WIDER = {torch.bfloat16: torch.float32, torch.float32: torch.float64}
 
 
 def widen(module):
-    """A module that computes in the next wider dtype with the very weights of `module`.
+    """Return a module that computes in the next wider dtype with the very weights of `module`.
 
     Its gradients become `parameter.exact_grad`, in float32, beside the module's own
     `parameter.grad`; its `zero_grad` clears them. Decoder layers are recomputed in the backward.
@@ -44,7 +44,7 @@ def widen(module):
 
 
 def wider_copy(module):
-    """An ordinary module in the next wider dtype, with weights of its own."""
+    """Return an ordinary module in the next wider dtype, with weights of its own."""
     dtype = WIDER[next(module.parameters()).dtype]
     wide = copy.deepcopy(module).to(dtype)
     if dtype == torch.float64:

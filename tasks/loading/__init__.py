@@ -1,8 +1,10 @@
-"""Models, tokenizers and text, loaded as `harness` is.
+"""Models, tokenizers and text.
 
 Models:     models (files), presets and architectures (shapes), smollm2 (trained, from a package)
 Text:       text, text_files (large ones), bpe (a tokenizer trained on it)
 Batches:    documents (rows of tokens), batches (samples)
+
+`import loading` loads none of them; the first use of a name loads its module: see names.
 """
 
 from utils import load_when_used

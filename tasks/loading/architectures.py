@@ -13,13 +13,13 @@ DROPOUTS = "resid_pdrop", "embd_pdrop", "attn_pdrop"  # GPT-2's, in its configur
 
 
 def one_of(names):
-    """ "a", "a or b", "a, b or c"."""
+    """Return names in words: "a", "a or b", "a, b or c"."""
     *first, last = names
     return f"{', '.join(first)} or {last}" if first else last
 
 
 def refuse_family(name, kind, allowed):
-    """UserError for a kind of model that a script does not take."""
+    """Raise UserError for a kind of model that a script does not take."""
     if kind not in allowed:
         others = TAKE_GPT2 if kind == GPT2.kind else TAKE_LLAMAS if kind in LLAMAS else None
         others = f" ({others} take {kind}, too)" if others else ""
@@ -29,7 +29,7 @@ def refuse_family(name, kind, allowed):
 
 
 def refuse_length(source, seq_len):
-    """UserError for more tokens than a model has positions for: GPT-2's are in a table."""
+    """Raise UserError for more tokens than a model has positions: GPT-2's are in a table."""
     config = source.config
     if config.model_type == GPT2.kind and seq_len > config.max_position_embeddings:
         raise UserError(
@@ -39,14 +39,14 @@ def refuse_length(source, seq_len):
 
 
 def mlp_units(config):
-    """Units inside the MLP of a layer."""
+    """Return the number of units inside the MLP of a layer."""
     if config.model_type == GPT2.kind:
         return config.n_inner or 4 * config.hidden_size
     return config.intermediate_size
 
 
 def count_parameters(config):
-    """How many parameters a model has, in closed form; a tied head counts once."""
+    """Return how many parameters a model has, in closed form; a tied head counts once."""
     V, H = config.vocab_size, config.hidden_size
     L, F = config.num_hidden_layers, mlp_units(config)
     embeddings = V * H * (1 if config.tie_word_embeddings else 2)
@@ -62,7 +62,7 @@ def count_parameters(config):
     heads, kv = config.num_attention_heads * D, config.num_key_value_heads * D
     bias = getattr(config, "attention_bias", False) * (heads + 2 * kv + H)
     bias += getattr(config, "mlp_bias", False) * (2 * F + H)
-    if config.model_type == "qwen2":  # always, but not of the output projection
+    if config.model_type == "qwen2":  # always biased, but for the output projection
         bias += heads + 2 * kv
     norms = 2 * H + 2 * D * (config.model_type == "qwen3")
     layer = 2 * H * (heads + kv) + 3 * H * F + norms + bias
@@ -70,7 +70,7 @@ def count_parameters(config):
 
 
 def without_dropout(config):
-    """Set GPT-2's dropouts to 0, in place. Returns what they were, {name: rate}; of a Llama, {}."""
+    """Set GPT-2's dropouts to 0, in place. Return what they were, {name: rate}; of a Llama, {}."""
     if config.model_type != GPT2.kind:
         return {}
     rates = {name: getattr(config, name) for name in DROPOUTS}
@@ -80,8 +80,9 @@ def without_dropout(config):
 
 
 def restore_dropout(source):
-    """Give a `models.Source` the dropouts of its configuration again: models that are loaded now
-    have them, where they train.
+    """Give a `models.Source` the dropouts of its configuration again.
+
+    Models that are loaded from now on have them, where they train.
     """
     for name, rate in source.dropout.items():
         setattr(source.config, name, rate)

@@ -15,25 +15,25 @@ from utils.errors import UserError
 
 
 def start_worker(_):
-    """The beginning of a process of a DataLoader: it ends with its rank, however that ends."""
+    """Prepare a process of a DataLoader: it ends when its rank ends, however that ends."""
     end_with_parent(signal.SIGKILL)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # whose threads the rank may have had
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the rank may have used its threads
 
 
 def batches_of(loader):
-    """The batches of a DataLoader; a worker's UserError comes without the worker's traceback."""
+    """Yield the batches of a DataLoader; a worker's UserError comes without its traceback."""
     try:
         yield from loader
     except UserError as error:
-        error.__traceback__ = None  # which would keep the loader's workers alive
+        error.__traceback__ = None  # it would keep the loader's workers alive
         raise UserError(str(error).strip().rpartition("UserError: ")[2]) from None
 
 
 def read_samples(run, count, seq_len, where=None, tokenizer=None):
-    """So many pieces of a text on all ranks, 1-D tensors of seq_len / 2 to seq_len tokens.
+    """Return `count` pieces of a text on all ranks, 1-D tensors of seq_len / 2 to seq_len tokens.
 
-    where: see `load_sequences`. tokenizer: see `bpe.read_tokenizer`; None is the model's. UserError
-    for seq_len below 3: of two tokens, some gradients are 0, and there is only rounding.
+    where: see `load_sequences`. tokenizer: see `bpe.read_tokenizer`; None is the model's. Raises
+    UserError for seq_len below 3: with two tokens, some gradients are 0, and only rounding is left.
     """
     if tokenizer is not None:
         vocab_size = run.source.config.vocab_size
@@ -48,9 +48,9 @@ def read_samples(run, count, seq_len, where=None, tokenizer=None):
 
 
 def pad(samples, size):
-    """ids, mask and labels, (b, size) each; padding, on the right, has label -100.
+    """Return ids, mask and labels, (b, size) each; padding, on the right, has label -100.
 
-    Without samples, one row that has no label.
+    Without samples, it is one row that has no label.
     """
     ids = torch.zeros(max(1, len(samples)), size, dtype=torch.long)
     mask, labels = torch.zeros_like(ids), torch.full_like(ids, -100)
@@ -61,7 +61,7 @@ def pad(samples, size):
 
 
 class Batches:
-    """This rank's batches of an epoch, on its device: as many as on others; its last may be empty.
+    """This rank's batches of an epoch, on its device, as many as on others; the last may be empty.
 
     loader: of this rank's samples. collate: what makes a batch of a list of samples.
     """
@@ -79,7 +79,7 @@ class Batches:
 
 
 def join(batches):
-    """Batches as one, without the rows that have no label."""
+    """Return batches as one, without the rows that have no label."""
     kept = [
         [tensor[(labels != -100).any(1)] for tensor in (ids, mask, labels)]
         for ids, mask, labels in batches
@@ -88,7 +88,7 @@ def join(batches):
 
 
 def gather_batch(run, batch):
-    """The ranks' batches as one, and before it a slice: which of its rows are this rank's."""
+    """Return the slice of this rank's rows in the batch of all ranks, and that batch."""
     everyone = run.gather_objects([tensor.cpu() for tensor in batch])
     first, stop = (sum(map(len, join(everyone[: run.rank + i])[:1])) for i in (0, 1))
     return slice(first, stop), [tensor.to(run.device) for tensor in join(everyone)]
@@ -97,7 +97,7 @@ def gather_batch(run, batch):
 def check_partitions(run, data, parts, batches):
     """Check that the ranks' batches partition the data set exactly, by the samples' values.
 
-    And the parts, to train on and to validate with, have no sample of `data` in common.
+    Check also that the parts, to train on and to validate with, share no sample of `data`.
     """
     name, taken = "samples that are missing, or dealt twice", Counter()
     for part, of_part in zip(parts, batches, strict=True):

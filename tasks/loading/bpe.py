@@ -17,7 +17,7 @@ BYTES = 256  # each is a token, so that every text has tokens
 
 
 def embedded_tokenizer():
-    """The embedded model's, to which the three special tokens are added."""
+    """Return the embedded model's tokenizer, with the three special tokens added."""
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = PreTrainedTokenizerFast.from_pretrained(TINY, padding_side="right")
@@ -26,13 +26,13 @@ def embedded_tokenizer():
 
 
 def file_of(where):
-    """The file that --tokenizer names: itself, or tokenizer.json in the folder that it is."""
+    """Return the file that --tokenizer names: itself, or tokenizer.json in that folder."""
     path = Path(where).expanduser()
     return path if path.suffix == ".json" and not path.is_dir() else path / NAME
 
 
 def read_tokenizer(where, vocab_size):
-    """The tokenizer of a file or folder, as `tokenizers` writes it.
+    """Read the tokenizer of a file or folder, as `tokenizers` writes it.
 
     Raises UserError where there is none, for one without the special tokens, and for one of more
     than vocab_size tokens.
@@ -61,7 +61,7 @@ def read_tokenizer(where, vocab_size):
 
 
 def wrap(found):
-    """A `tokenizers.Tokenizer` with the special tokens as transformers has it."""
+    """Return a `tokenizers.Tokenizer`, which has the special tokens, in transformers' class."""
     from transformers import PreTrainedTokenizerFast
 
     names = dict(bos_token=BOT, eos_token=EOT, pad_token=PAD)
@@ -69,7 +69,7 @@ def wrap(found):
 
 
 def check_trainable(where, size, vocab_size):
-    """UserError for a --train-tokenizer whose tokenizer would be of no use, before any work."""
+    """Raise UserError for a --train-tokenizer that would be of no use, before any work."""
     if where is None:
         raise UserError("--train-tokenizer needs --tokenizer: where to write it")
     least = BYTES + len(SPECIAL)
@@ -89,9 +89,9 @@ def check_trainable(where, size, vocab_size):
 
 
 def train_tokenizer(texts, size):
-    """A byte-level BPE tokenizer of at most so many tokens, a `tokenizers.Tokenizer`.
+    """Train a byte-level BPE tokenizer of at most `size` tokens; return a `tokenizers.Tokenizer`.
 
-    texts: its strings are read one after another. Of the same texts the same tokenizer. It has
+    texts: its strings are read one after another. The same texts give the same tokenizer. It has
     fewer tokens where no other pair comes twice.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -114,7 +114,10 @@ def train_tokenizer(texts, size):
 
 
 def write_tokenizer(tokenizer, where):
-    """Write it as the file that `where` names, whole or not at all; UserError where it cannot."""
+    """Write a tokenizer to the file that `where` names, whole or not at all; return its path.
+
+    Raises UserError where it cannot be written.
+    """
     path = file_of(where)
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:

@@ -1,5 +1,6 @@
-"""Documents to train on: each one row of tokens, clipped or padded to a length, or several packed
-in a row.
+"""Documents to train on, as rows of tokens.
+
+A row has one document, cut off or padded to a length, or several, packed.
 """
 
 import hashlib
@@ -21,7 +22,7 @@ from loading.text import BETWEEN, encode, find_text, has_own_text, is_url, own_s
 from loading.text_files import TextFile, index
 from utils.errors import UserError
 
-OWN = 240  # stories of the project's own, unless it is said how many
+OWN = 240  # stories of the project's own, unless their number is given
 HELD = 1000  # documents that are held out, at most
 AT_ONCE = 1000  # documents that are tokenized together
 PLAIN = {"verbose": False, "add_special_tokens": False}  # what a tokenizer is called with
@@ -35,19 +36,19 @@ class Texts(list):
 
     @property
     def digest(self):
-        """SHA-256 of all texts, in hex."""
+        """The SHA-256 of all texts, in hex."""
         return hashlib.sha256("\0".join(self).encode()).hexdigest()
 
 
 def read_documents(run, where, count):
-    """Read the documents of a text on every rank: (its name, a sequence of strings), none twice.
+    """Read a text's documents on every rank, none twice. Return (its name, a sequence of strings).
 
-    where: a file or URL, whose paragraphs, or lines of JSON, are the documents, or None: stories of
-    the project's own. A file is not held in memory (`text_files`), and all ranks must see it.
-    count: how many; None is all of a text, or OWN stories. Raises UserError, on all ranks, for what
-    cannot be read or has fewer documents.
+    where: a file, whose paragraphs, or lines of JSON, are the documents; a URL, whose paragraphs
+    are; or None: stories of the project's own. A file is not held in memory (`text_files`), and all
+    ranks must see it. count: how many; None is all of a text, or OWN stories. Raises UserError, on
+    all ranks, for what cannot be read or has fewer documents.
     """
-    source = run.source  # which all ranks must ask for together
+    source = run.source  # all ranks must ask for it together
 
     def load():
         if where is None:
@@ -72,7 +73,7 @@ def read_documents(run, where, count):
 
 
 def find_tokenizer(run, documents, where, size):
-    """Read the tokenizer of a pretraining, or train it: (tokenizer, what to call it).
+    """Read the tokenizer of a pretraining, or train it. Return (tokenizer, what to call it).
 
     where: a file or folder; None is the embedded model's. size: where there is no tokenizer yet,
     rank 0 trains one of at most so many tokens on the documents, and writes it there. None: one
@@ -97,7 +98,7 @@ def find_tokenizer(run, documents, where, size):
 
 
 def load_rows(run, where, count, length, batch_size, tokenizer=None, train=None):
-    """A tokenizer, and so many documents as `Rows`: to train on, and a tenth that is held out.
+    """Return a tokenizer, and `count` documents as two `Rows`: to train on, and a tenth, held out.
 
     where, count: see `read_documents`. tokenizer, train: see `find_tokenizer`. What is held out is
     whole batches, HELD documents at most, and none of it is trained on. Raises UserError, on all
@@ -134,7 +135,7 @@ def load_rows(run, where, count, length, batch_size, tokenizer=None, train=None)
 
 
 def indices_to_train_on(documents, held, tokenizer, length):
-    """Indices of the documents whose row is none of the first `held` documents' rows, int64.
+    """Return indices, int64, of the documents whose row is not one of the first `held` documents'.
 
     Every document is tokenized once for this. Only the rows that are held out are kept in memory.
     """
@@ -163,7 +164,7 @@ def indices_to_train_on(documents, held, tokenizer, length):
 class Tokenized(Sequence):
     """The tokens of some documents. Each is tokenized when it is asked for, and nothing is kept.
 
-    indices: of these documents, 1-D int64.
+    indices: those of the documents, 1-D int64.
     """
 
     def __init__(self, documents, indices, tokenizer):
@@ -177,12 +178,12 @@ class Tokenized(Sequence):
 
 
 def paragraphs(text):
-    """What blank lines lie between."""
+    """Return a text's paragraphs: what is between blank lines."""
     return filter(None, map(str.strip, re.split(r"\n\s*\n", text)))
 
 
 def once_each(texts):
-    """Those that have not come before: what is held out must not be trained on, too."""
+    """Yield texts that have not come before: what is held out must not be trained on, too."""
     seen = set()
     for text in texts:
         if text not in seen:
@@ -191,9 +192,9 @@ def once_each(texts):
 
 
 class Rows(Dataset):
-    """Of each document ids and labels, (length,): [BOT], the text, [EOT], cut off at the length.
+    """A row for each document: ids and labels, (length,), of [BOT], the text, [EOT], cut off.
 
-    What is left is [PAD], whose labels are -100.
+    The rest of a row is [PAD], whose labels are -100.
     """
 
     def __init__(self, documents, length, tokenizer):
@@ -215,11 +216,12 @@ class Rows(Dataset):
 
 
 def load_documents(run, where, count, length, virtual):
-    """So many rows of whole documents, on every rank: of each row its documents' tokens, (S,).
+    """Return `count` rows of whole documents, on every rank: lists of the documents' tokens, (S,).
 
     length, virtual: a row's positions, and of these the virtual tokens in front of each document.
-    where: as in `load_sequences`. A text's paragraphs are its documents, and stories of the
-    project's own. Rank 0 alone reads it. Raises UserError, on all ranks, as `load_sequences` does.
+    where: as in `load_sequences`. Documents are the paragraphs of a text, or the stories if the
+    text is the project's own. Rank 0 alone reads it. Raises UserError, on all ranks, as
+    `load_sequences` does.
     """
     tokenizer, source = run.tokenizer, run.source
 
@@ -256,7 +258,7 @@ def load_documents(run, where, count, length, virtual):
 
 
 def fill(documents, count, length, virtual):
-    """At most so many rows, in the documents' order: what does not fit begins the next one.
+    """Fill at most `count` rows with documents, in order; one that does not fit begins a new row.
 
     A document that is longer than a row is cut off at its end. One of fewer than `least` tokens is
     left out.
@@ -277,18 +279,19 @@ def fill(documents, count, length, virtual):
 
 
 def least(virtual):
-    """Tokens of a document that is trained on.
+    """Return how many tokens a document needs to be trained on.
 
-    With two tokens the only query that has a label sees one key: a batch of these has some zero
-    gradients.
+    With two tokens and no virtual ones, the only query that has a label sees one key: a batch of
+    such documents has some zero gradients.
     """
     return 2 if virtual else 3
 
 
 def pack(rows, length, virtual):
-    """(rows, 2, length) of rows of documents: tokens, and each one's place in its document.
+    """Pack rows of documents: (rows, 2, length), tokens and each one's place in its document.
 
-    -100 are the virtual tokens in front of each document, and filler, a last document of its own.
+    A token of -100 is a virtual one, in front of each document, or fills a row up: there it belongs
+    to a last document of its own.
     """
     packed = torch.full((len(rows), 2, length), -100)
     for (ids, places), row in zip(packed, rows, strict=True):
@@ -300,7 +303,7 @@ def pack(rows, length, virtual):
 
 
 def one_by_one(rows, device):
-    """What the unmodified model takes of some rows' documents: a batch of them, padded."""
+    """Return a batch of some rows' documents, padded, as the unmodified model takes it."""
     documents = list(chain(*rows))
     ids, mask, labels = pad(documents, max(map(len, documents)))
     inputs = dict(input_ids=ids, labels=labels) | ({} if mask.all() else {"attention_mask": mask})
@@ -311,10 +314,11 @@ def one_by_one(rows, device):
 
 
 def bigram_loss(rows, held, vocab_size):
-    """The mean loss on `held` of a bigram model of `rows`, smoothed as suits it best.
+    """Return the mean loss on `held` of a bigram model of `rows`, smoothed as suits it best.
 
     rows, held: datasets of (ids, labels); of rows the first BIGRAM are counted.
-    p(b | a) = (n(a, b) + s p(b)) / (n(a) + s), and p(b) = (n(b) + 1) / (n + V).
+
+        p(b | a) = (n(a, b) + s p(b)) / (n(a) + s), and p(b) = (n(b) + 1) / (n + V)
     """
 
     def tokens(of):

@@ -36,7 +36,7 @@ from utils.families import FAMILIES, GPT2, LLAMA, embedding_of
 from utils.shards import mark_shard, shard_of
 
 TINY = Path(__file__).resolve().parent.parent / "tiny_llama"
-# The compatibility spot: transformers 4 calls the dtype and the rotary settings otherwise.
+# The compatibility spot: in transformers 4 the dtype and the rotary settings have other names.
 TRANSFORMERS_4 = transformers.__version__.startswith("4.")
 HEAD = "lm_head.weight"
 # What some files have beside a model's parameters, and no model reads: tables and masks.
@@ -87,10 +87,10 @@ class Source:
     """The configuration, weights and tokenizer that `--model` names.
 
     Checks everything that can be checked without reading weights; raises `UserError` with one line
-    that says what is wrong. `config` is a LlamaConfig or GPT2Config, `family` what the seam knows
-    of its kind; `directory` is None for random weights, `shapes` has every parameter's, by name.
-    `generation` is the directory's GenerationConfig, None for random weights. `dropout`: what the
-    configuration's were; they are 0 now, so that runs can be compared.
+    that says what is wrong. `config` is of the model's kind, such as a LlamaConfig; `family` is
+    that kind's entry in `utils.families`. `directory` is None for random weights, `shapes` has
+    every parameter's, by name. `generation` is the directory's GenerationConfig, None for random
+    weights. `dropout` has the configuration's rates; they are 0 now, so that runs can be compared.
 
     kinds: the model types that are taken.
     """
@@ -111,7 +111,7 @@ class Source:
             self.directory = find_directory(name)
             settings = read_settings(self.directory, kinds)
             self.generation = read_generation(self.directory)
-        self.settings = settings  # as they are written out again
+        self.settings = settings  # the form in which they are written out again
         self.family = FAMILIES[settings["model_type"]]
         settings = {name: value for name, value in settings.items() if name not in IGNORED_SETTINGS}
         for key, value in settings.items():
@@ -136,7 +136,7 @@ class Source:
             self.check_names()
 
     def check_llama(self):
-        """UserError for heads that do not fit each other, or are rotated in part."""
+        """Raise UserError for heads that do not fit each other, or are rotated in part."""
         heads, kv_heads = self.config.num_attention_heads, self.config.num_key_value_heads
         if heads % kv_heads:
             raise UserError(
@@ -151,7 +151,7 @@ class Source:
             )
 
     def from_scratch(self, tokenizer):
-        """From now on weights are random, by the seed; the vocabulary has all of a tokenizer's."""
+        """Make weights random, by the seed; let the vocabulary have room for a tokenizer's."""
         c = self.config
         c.vocab_size = max(c.vocab_size, len(tokenizer))
         c.bos_token_id, c.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
@@ -160,7 +160,7 @@ class Source:
         self.shapes = {name: tuple(p.shape) for name, p in self.empty_model().named_parameters()}
 
     def empty_model(self):
-        """An ordinary LlamaForCausalLM or GPT2LMHeadModel on the meta device: without memory."""
+        """Return an ordinary model, such as a LlamaForCausalLM, without memory (meta device)."""
         self.config._attn_implementation = "sdpa"
         with torch.device("meta"):
             model = self.family.model_class(self.config)
@@ -171,10 +171,10 @@ class Source:
         return model.eval()
 
     def written_model(self, dtype):
-        """A model without memory whose `save_pretrained` writes what the source says of itself.
+        """Return a model without memory, whose `save_pretrained` writes the source's own settings.
 
-        That is what transformers writes after its own `from_pretrained`: settings that a run may
-        not follow, such as `use_cache`, and those for generation.
+        That is what transformers writes after its own `from_pretrained`, with settings that a run
+        may not follow, such as `use_cache`, and with those for generation.
         """
         config = self.family.config_class.from_dict(self.settings)
         with torch.device("meta"):
@@ -184,7 +184,7 @@ class Source:
         return model
 
     def load_model(self, dtype, device, parallelize=None):
-        """An ordinary LlamaForCausalLM or GPT2LMHeadModel, or this rank's share of it.
+        """Load an ordinary model, such as a LlamaForCausalLM, or this rank's share of it.
 
         parallelize: a function that shards a model in place with `keep_shard`. It is given the
         model without memory, so that only the shards are ever read. Without one, and with a
@@ -203,7 +203,7 @@ class Source:
         return model
 
     def from_pretrained(self, dtype, device):
-        """The directory's model by transformers' own reading of all its files.
+        """Load the directory's model by transformers' own reading of all its files.
 
         The CPU holds it, once, before the device does.
         """
@@ -211,7 +211,7 @@ class Source:
 
         self.config._attn_implementation = "sdpa"
         options = {"dtype": dtype}
-        if TRANSFORMERS_4:  # which else makes random weights first, and then reads all others
+        if TRANSFORMERS_4:  # else it makes random weights before it reads these
             options = {"torch_dtype": dtype, "low_cpu_mem_usage": True}
         try:
             with quiet():
@@ -235,7 +235,7 @@ class Source:
         return model.to(device).eval()
 
     def check_names(self):
-        """Missing, unexpected and misshapen tensors: the library would only warn."""
+        """Refuse missing, unexpected or misshapen tensors: transformers would only warn."""
         expected, found = self.shapes, {name: file[-1] for name, file in self.files.items()}
         embedding = self.family.embedding_weight
         both = self.config.tie_word_embeddings and found.pop(HEAD, None) and embedding in found
@@ -257,7 +257,7 @@ class Source:
                 )
 
     def read(self, name, shard=None):
-        """One tensor, or its region `shard`, a slice for each dim, on the CPU."""
+        """Read one tensor, or its region `shard`, a slice for each dim, on the CPU."""
         if not self.directory:
             return self.random(name, shard)
         from safetensors import safe_open
@@ -271,7 +271,7 @@ class Source:
         return values
 
     def random(self, name, shard):
-        """Seeded values, the same however they are sliced; in blocks of rows, to save memory."""
+        """Return seeded values, the same however sliced; in blocks of rows, to save memory."""
         shape = self.shapes[name]
         first, *others = shard or [slice(0, size) for size in shape]
         generator = torch.Generator().manual_seed(zlib.crc32(f"{self.seed} {name}".encode()))
@@ -285,21 +285,21 @@ class Source:
         return values + 1 if NORM.search(name) else values
 
     def dtype(self):
-        """The configuration's, or else that of the first of the weights: transformers' "auto"."""
-        config = self.family.config_class.from_dict(self.settings)  # `config` is without it
-        # transformers 4 calls it otherwise.
+        """Return the configuration's dtype, or else the first weight's: transformers' "auto"."""
+        config = self.family.config_class.from_dict(self.settings)  # self.config is without it
+        # In transformers 4 it has another name.
         said = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None)
         if said is not None:
             return said if isinstance(said, torch.dtype) else getattr(torch, said)
         name, shape = next(iter(self.shapes.items()))
-        if self.files:  # of which one may be a tied head's, too
+        if self.files:  # these may have a tied head, too
             name, (*_, shape) = next(iter(self.files.items()))
         return self.read(name, (slice(0, 1),) * len(shape)).dtype
 
     def tokenizer(self):
-        """The model's tokenizer, or None for random weights or a directory without one.
+        """Return the model's tokenizer, or None for random weights or a directory without one.
 
-        As AutoTokenizer reads it. UserError for what it cannot read, and for one without words.
+        AutoTokenizer reads it. Raises UserError for what it cannot read, and for one without words.
         """
         folder = self.directory
         files = sorted(
@@ -317,7 +317,7 @@ class Source:
             raise UserError(
                 f"{self.name}: tokenizer ({', '.join(files)}): {one_line(error)}"
             ) from None
-        # Without these files some classes make an empty one. Those of bytes have none.
+        # Without files of words some classes make an empty tokenizer. Classes for bytes need none.
         words = set(type(tokenizer).vocab_files_names.values())
         by_version = any(re.fullmatch(r"tokenizer\..*\.json", name) for name in files)
         by_library = tokenizer.is_fast and "tokenizer.json" in files
@@ -356,7 +356,7 @@ def from_pretrained(parallelize, name_or_folder, dtype=None, device="cpu"):
 
 
 def find_preset(name, kinds):
-    """The settings of a random/ model. UserError where there are none, or of another kind."""
+    """Return a random/ model's settings. Raise UserError if there are none, or of another kind."""
     presets = {
         f"random/{preset}": {"model_type": family.kind} | settings
         for family, of_family in ((LLAMA, PRESETS), (GPT2, GPT2_PRESETS))
@@ -371,7 +371,7 @@ def find_preset(name, kinds):
 
 @contextmanager
 def quiet():
-    """transformers shows no progress bars and no warnings: what they tell is checked here."""
+    """Within it, transformers shows no progress bars and no warnings: what they tell is checked."""
     from transformers.utils import logging
 
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -386,19 +386,19 @@ def quiet():
 
 
 def is_hub_id(name):
-    """Whether `name` can only be a model on the hub: `org/model`, and no such directory here."""
+    """Return whether `name` can only be a model on the hub: `org/model`, and no directory here."""
     return bool(re.fullmatch(r"[\w-][\w.-]{0,99}/[\w-][\w.-]{0,99}", name)) and not (
         name.startswith("random/") or Path(name).exists()
     )
 
 
 def is_remote(name):
-    """Whether `name` is a model that has to be fetched first, by `download`."""
+    """Return whether `name` is a model that has to be fetched first, by `download`."""
     return name == "smollm2" or is_hub_id(name)
 
 
 def cache_folder():
-    """Where this project keeps what it fetches, other than from the hub."""
+    """Return the folder where this project keeps what it fetches, other than from the hub."""
     try:
         caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     except RuntimeError:
@@ -407,7 +407,7 @@ def cache_folder():
 
 
 def download(name, offline=False):
-    """The cache's directory with a model's safetensors, configuration and tokenizer."""
+    """Return the cache's directory with a model's files, which are fetched if need be."""
     if name == "smollm2":
         return smollm2.find(cache_folder(), offline)
     from huggingface_hub import HfApi, snapshot_download
@@ -415,7 +415,7 @@ def download(name, offline=False):
     reason = None
     if not offline:
         try:
-            HfApi().repo_info(name, timeout=8)  # the next would wait for a silent hub for ever
+            HfApi().repo_info(name, timeout=8)  # the call below might wait for ever
         except Exception as error:
             reason, offline = error, True
     try:
@@ -453,9 +453,9 @@ def find_directory(name):
 
 
 def read_settings(directory, kinds=ONLY_LLAMA):
-    """config.json as transformers reads it, if it is one of these kinds of model.
+    """Read config.json as transformers does, if it is one of these kinds of model.
 
-    Of another kind the library would build a 7B Llama, with a warning.
+    For another kind the library would build a 7B Llama, with a warning.
     """
     from transformers import LlamaConfig
 
@@ -463,7 +463,7 @@ def read_settings(directory, kinds=ONLY_LLAMA):
     if not path.exists():
         raise UserError(f"{directory}: no config.json there")
     try:
-        path.read_bytes()  # which says why, where it cannot be read
+        path.read_bytes()  # says why, where the file cannot be read
         settings, _ = LlamaConfig.get_config_dict(directory, local_files_only=True)
         kind = settings.get("model_type")
     except OSError as error:
@@ -489,7 +489,7 @@ def read_settings(directory, kinds=ONLY_LLAMA):
 
 
 def as_transformers_4(settings):
-    """Rotary settings as transformers 5 writes and understands them, in transformers 4's words."""
+    """Turn rotary settings as transformers 5 writes them into those of transformers 4."""
     rope = settings.pop("rope_parameters", None)
     rope = dict(settings.get("rope_scaling") or rope or {})
     settings["rope_theta"] = rope.pop("rope_theta", settings.get("rope_theta", 10000.0))
@@ -501,7 +501,7 @@ def as_transformers_4(settings):
 
 
 def read_generation(directory):
-    """generation_config.json as transformers reads it; without one, what config.json says of it."""
+    """Read generation_config.json as transformers does; without one, config.json's part of it."""
     from transformers import GenerationConfig
 
     path, options = directory / "generation_config.json", {}
@@ -516,15 +516,15 @@ def read_generation(directory):
 
 
 def rename(files, expected, tied, family=LLAMA):
-    """What `index_files` gives, by the names that transformers finds these tensors for.
+    """Rename what `index_files` gives, as transformers does: to the names that the model has.
 
     A LlamaModel's tensors have no `model.` before their names, and some tools put one before all.
-    (A GPT2Model's: no `transformer.`; so it is on the hub.)
-    Of tied embeddings one name is enough, but in transformers 4. expected: the model's names.
+    (A GPT2Model's, such as the hub has, have no `transformer.`.) Where embeddings are tied, one of
+    the two names is enough, except in transformers 4. expected: the model's names.
     """
     base = family.base
     if TRANSFORMERS_4 and (HEAD in files or any(k.startswith(base) for k in files)):
-        return files  # there, only a LlamaModel's as they are
+        return files  # transformers 4 renames a bare LlamaModel's alone
 
     def name_of(key):
         for name in key.removeprefix(f"{base}."), f"{base}.{key}":
@@ -539,7 +539,7 @@ def rename(files, expected, tied, family=LLAMA):
 
 
 def index_files(directory):
-    """{tensor name: (file, name there, shape)} of a directory's safetensors, sharded or not.
+    """Return {tensor name: (file, name there, shape)} of a directory's safetensors, sharded or not.
 
     One file goes before an index, as in transformers: `save_pretrained` in one file leaves the
     index of earlier shards behind.
@@ -570,7 +570,7 @@ def index_files(directory):
 
 
 def read_header(path):
-    """Of one safetensors file what `index_files` gives, checked for truncation and dtypes."""
+    """Return what `index_files` does, of one file, checked for truncation and dtypes."""
     from safetensors import safe_open
 
     try:
@@ -578,7 +578,7 @@ def read_header(path):
             views = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
             found = {name: (path, name, tuple(view.get_shape())) for name, view in views.items()}
             dtypes = {name: view.get_dtype() for name, view in views.items()}
-    except FileNotFoundError:  # safetensors' word for a closed file, too
+    except FileNotFoundError:  # safetensors raises this where it may not read, too
         said = "cannot be read" if path.exists() else "missing"
         raise UserError(f"{path}: {said}") from None
     except Exception as error:

@@ -29,7 +29,7 @@ PRESETS["small-8k"] = PRESETS["small"] | {"vocab_size": 8192}
 PRESETS["small-50k"] = PRESETS["small"] | {"vocab_size": 50257}  # GPT-2's
 PRESETS["small-128k"] = PRESETS["small"] | {"vocab_size": 128256}
 PRESETS["llama-3.2-1b-32k"] = PRESETS["llama-3.2-1b"] | {"vocab_size": 32000}
-PRESETS["246m"] = dict(  # two of an article on training in parallel, with GPT-2's vocabulary
+PRESETS["246m"] = dict(  # 246m, 7b: of an article on training in parallel; GPT-2's vocabulary
     hidden_size=1024,
     num_hidden_layers=16,
     num_attention_heads=8,
@@ -47,7 +47,7 @@ PRESETS["7b"] = dict(
     vocab_size=50257,
     max_position_embeddings=256,
 )
-PRESETS["179m"] = dict(  # of an article on pretraining with tensor parallelism and FSDP2
+PRESETS["179m"] = dict(  # an article's, on pretraining with tensor parallelism and FSDP2
     hidden_size=768,
     num_hidden_layers=12,
     num_attention_heads=12,
@@ -56,7 +56,7 @@ PRESETS["179m"] = dict(  # of an article on pretraining with tensor parallelism 
     vocab_size=50000,
     max_position_embeddings=2048,
 )
-GPT2_PRESETS = {  # what is not said is the library's own GPT2Config(), of 124,439,808 parameters
+GPT2_PRESETS = {  # what is left out is as in the library's GPT2Config(), of 124,439,808 parameters
     "gpt2": {},
     "gpt2-small-test": dict(
         n_embd=32, n_layer=4, n_head=4, n_positions=128, vocab_size=256, bos_token_id=0,

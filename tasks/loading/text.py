@@ -17,9 +17,9 @@ from utils.errors import UserError
 ULYSSES = "https://www.gutenberg.org/cache/epub/4300/pg4300.txt"  # the assignment's example
 BETWEEN = " (what is between Project Gutenberg's marks)"
 ENOUGH = 10**7  # characters; no more of a text is turned into tokens, unless more are needed
-# From the start of a line to stars at the end of it, or of one of the next two: a book's title may
-# be long. The same words in prose, or without these stars, are no mark.
-# (Line ends are of all kinds, for bytes of a file have them, too: see `text_files`.)
+# A mark goes from the start of a line to stars at its end, or at that of one of the next two: a
+# book's title may be long. The same words in prose, or without these stars, are no mark.
+# (It allows line ends of all kinds, since `text_files` looks for it in a file's bytes.)
 MARK = re.compile(
     r"(?:\A|(?<=[\r\n]))(?:\ufeff)?"
     r"\*\*\* ?(START|END) OF TH(?:E|IS) PROJECT GUTENBERG EBOOK[^\r\n]*?"
@@ -28,12 +28,12 @@ MARK = re.compile(
 
 
 def load_sequences(run, where, count, seq_len):
-    """So many sequences from the start of a text, (count, seq_len), on every rank.
+    """Return `count` sequences from the start of a text, (count, seq_len), on every rank.
 
     Rank 0 alone reads it. where: a file, a URL, or None. None is the book above for models from the
-    hub or a directory, and the project's own stories for the others, or where the book is out of
-    reach. Without a tokenizer the tokens are the text's bytes. Raises UserError, on all ranks, for
-    what cannot be read, is not UTF-8, or is too short.
+    hub or a directory; for other models, and where the book is out of reach, it is the project's
+    own stories. Without a tokenizer the tokens are the text's bytes. Raises UserError, on all
+    ranks, for what cannot be read, is not UTF-8, or is too short.
     """
     tokenizer, needed = run.tokenizer, count * seq_len
 
@@ -59,7 +59,7 @@ def load_sequences(run, where, count, seq_len):
 
 
 def read_some(run, where, needed):
-    """`find_text`, as much as so many tokens can need. UserError where there is none."""
+    """Return `find_text`, cut to what `needed` tokens can take. Raise UserError if it is empty."""
     name, text = find_text(where, run.source, needed, run.seed)
     if not text.strip():
         raise UserError(f"--text {name}: no text in it")
@@ -70,20 +70,20 @@ def read_some(run, where, needed):
 
 
 def encode(tokenizer, text, vocab_size):
-    """Its tokens; without a tokenizer its bytes."""
+    """Return a text's tokens; without a tokenizer its bytes."""
     if tokenizer:
         return tokenizer(text, verbose=False)["input_ids"]
     return [byte % vocab_size for byte in text.encode()]
 
 
 def has_own_text(where, source):
-    """Whether the text is one that the project writes."""
+    """Return whether the text is one that the project writes."""
     return where is None and (source.directory in (None, TINY) or source.name == "smollm2")
 
 
 def find_text(where, source, needed, seed):
-    """The text, and what to call it."""
-    from loading.text_files import has_json_lines, read_json_lines  # which imports this module
+    """Return (what to call the text, the text)."""
+    from loading.text_files import has_json_lines, read_json_lines  # it imports this module
 
     if where is not None and not is_url(where) and has_json_lines(where):
         return where, read_json_lines(where, max(ENOUGH, 100 * needed))
@@ -102,14 +102,14 @@ def find_text(where, source, needed, seed):
 
 
 def between_marks(name, text):
-    """The name of a text, which says whether some of it is left out, and the rest: see `books`."""
+    """Return a text's name, which says if some of it is left out, and the rest: see `books`."""
     if MARK.search(text):
         name += BETWEEN
     return name, "\n\n".join(books(text)).strip("\n")
 
 
 def own_stories(seed, needed=0):
-    """Stories that the project writes, without end. needed: tokens that are wanted."""
+    """Return stories that the project writes, without end. needed: tokens that are wanted."""
     limit_own(needed)
     sys.path.insert(0, str(TINY))
     from corpus import stories
@@ -118,7 +118,10 @@ def own_stories(seed, needed=0):
 
 
 def own_text(needed, seed):
-    """Stories that the project writes, enough of them; a token has fewer than 8 characters."""
+    """Return (name, stories that the project writes), enough of them for `needed` tokens.
+
+    A token has fewer than 8 characters.
+    """
     limit_own(needed)
     sys.path.insert(0, str(TINY))
     from corpus import text
@@ -147,7 +150,7 @@ def read_file(path):
 
 
 def fetch(url):
-    """The bytes behind a URL; fetched once, then from the user's cache folder."""
+    """Return the bytes behind a URL; fetched once, then from the user's cache folder."""
     cache = cache_folder()
     path = cache / f"{hashlib.sha256(url.encode()).hexdigest()[:16]}.txt"
     if path.exists():
@@ -164,7 +167,10 @@ def fetch(url):
 
 
 def decode(content, name, begin=0):
-    """Text of UTF-8 bytes: no byte-order mark, and as `plain`. begin: their offset in the file."""
+    """Return the text of UTF-8 bytes, without a byte-order mark, and as `plain` gives it.
+
+    begin: their offset in the file.
+    """
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -177,12 +183,12 @@ def decode(content, name, begin=0):
 
 
 def plain(text):
-    """It with LF line ends and without NULs."""
+    """Return the text with LF line ends and without NULs."""
     return text.replace("\r\n", "\n").replace("\r", "\n").replace("\0", "")
 
 
 def books(text):
-    """What is between Project Gutenberg's marks, of each book; a text without marks is one book."""
+    """Return what is between Project Gutenberg's marks, of each book; without marks, all as one."""
     pieces = MARK.split(text)  # text, mark, text, mark, ..., text
     marks = [None, *pieces[1::2]]
     if "START" not in marks:  # at most an end

@@ -20,8 +20,8 @@ from tqdm import tqdm
 from loading.text import MARK, decode, plain
 from utils.errors import UserError
 
-SUFFIXES = ".jsonl", ".ndjson", ".json"  # of JSON lines
-# A pattern of bytes has no escape for that character.
+SUFFIXES = ".jsonl", ".ndjson", ".json"  # names of files of JSON lines end so
+# A pattern for bytes has no such escape: the character itself is encoded.
 MARK_BYTES = re.compile(MARK.pattern.replace(r"\ufeff", "\ufeff").encode())
 # A line end is atomic, (?>...): else \r\n would also match as two of them.
 BLANK_LINES = re.compile(rb"(?>\r\n|\r|\n)\s*(?>\r\n|\r|\n)")
@@ -65,12 +65,12 @@ class TextFile(Sequence):
 
 
 def clean(text):
-    """A document as it is trained on: without blanks around it, see `text.plain`."""
+    """Return a document as it is trained on: without blanks around it, see `text.plain`."""
     return plain(text).strip()
 
 
 def open_text(where):
-    """A file to read bytes from. UserError where it cannot be read."""
+    """Open a file to read bytes from. Raise UserError where it cannot be read."""
     try:
         return Path(where).expanduser().open("rb")
     except (OSError, ValueError, RuntimeError) as error:  # a RuntimeError: no such ~user
@@ -79,8 +79,8 @@ def open_text(where):
 
 
 def has_json_lines(where):
-    """Whether a file is read as JSON lines: by its name, or because its first line is an object."""
-    if not os.path.isfile(os.path.expanduser(where)):  # of a pipe the line would be lost
+    """Return whether a file has JSON lines: by its name, or if its first line is an object."""
+    if not os.path.isfile(os.path.expanduser(where)):  # a pipe would lose the line
         return False
     if Path(where).suffix.lower() in SUFFIXES:
         return True
@@ -93,8 +93,9 @@ def has_json_lines(where):
 
 
 def read_json_lines(where, enough):
-    """The documents of JSON lines with blank lines between; the last ends behind `enough`, in
-    characters. UserError as `index`.
+    """Return the documents of a file of JSON lines, with blank lines between.
+
+    The last one is the first that ends beyond `enough` characters. Raises UserError as `index`.
     """
     texts, characters = [], 0
     with open_text(where) as file:
@@ -107,9 +108,9 @@ def read_json_lines(where, enough):
 
 
 def index(where, count=None):
-    """What `TextFile` is made of: the different documents of a file, at most so many.
+    """Return what `TextFile` is made of: a file's different documents, at most `count`.
 
-    Returns (path, spans, size, digest, json_lines, between). Raises UserError for a file that
+    That is (path, spans, size, digest, json_lines, between). Raises UserError for a file that
     cannot be read, has no text, is not UTF-8, and for the first line that is no object with a
     "text".
     """
@@ -118,7 +119,7 @@ def index(where, count=None):
         size = os.fstat(file.fileno()).st_size
         if not os.path.isfile(path):
             raise UserError(f"--text {where}: not a file")
-        # Not closed by hand: a search that was given up still looks into it.
+        # Not closed here: a search that stopped half-way still refers to it.
         data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
     pieces = [(0, size)] if json_lines else books(data)
     found = lines(data, where) if json_lines else paragraphs(data, pieces, where)
@@ -129,7 +130,7 @@ def index(where, count=None):
 
 
 def different(found, size, count):
-    """The spans of at most so many documents, each text once, and a digest of them all.
+    """Return the spans of at most `count` documents, each text once, and a digest of them all.
 
     found: (begin, bytes, text) of each document.
     """
@@ -157,7 +158,10 @@ def different(found, size, count):
 
 
 def lines(data, path):
-    """(begin, bytes, text) of each line of JSON; blank ones are left out. data: has `readline`."""
+    """Yield (begin, bytes, text) of each line of JSON; blank ones are left out.
+
+    data: has `readline`.
+    """
     begin, number = 0, 0
     while line := data.readline():
         number += 1
@@ -167,7 +171,7 @@ def lines(data, path):
 
 
 def text_of(line, where):
-    """The "text" of a line of JSON. where: how an error message begins."""
+    """Return the "text" of a line of JSON. where: how an error message begins."""
     try:
         content = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -187,7 +191,7 @@ def text_of(line, where):
 
 
 def paragraphs(data, pieces, path):
-    """(begin, bytes, text) of what blank lines lie between, in each of the pieces: see `books`."""
+    """Yield (begin, bytes, text) of each paragraph in the pieces, which are as from `books`."""
     for first, last in pieces:
         begin = first
         for gap in chain(BLANK_LINES.finditer(data, first, last), [None]):
@@ -199,7 +203,7 @@ def paragraphs(data, pieces, path):
 
 
 def books(data):
-    """(begin, end) of what is between Project Gutenberg's marks; else of all. See `text.books`."""
+    """Return (begin, end) of what is between Project Gutenberg's marks; else of all. See `text`."""
     if data.find(b"PROJECT GUTENBERG EBOOK") < 0:
         return [(0, len(data))]
     marks = list(MARK_BYTES.finditer(data))

@@ -1,8 +1,8 @@
 """A process group for ranks of one machine: its collectives go through shared memory.
 
-Each is a few steps of `slots.py`; a long message takes a few for each piece. Sums add in the
-order of the ranks, so that all get the same bits, each time; half precision in float32, rounded
-once. It is used like any other backend: `dist.init_process_group("shared_memory")`.
+Each collective is a few steps of `slots.py`; a long message takes a few for each piece. Sums add in
+the order of the ranks, so that all ranks get the same bits, each time; half precision is added in
+float32, and rounded once. Use it as any backend: `dist.init_process_group("shared_memory")`.
 """
 
 import math
@@ -19,11 +19,11 @@ from shared_memory.traffic import METERS, bytes_of
 from utils.collectives import SHARED_MEMORY
 
 NAME = SHARED_MEMORY
-# PyTorch 2.6 lets go of the Python half of a collective's `Work`, and its other half then waits for
-# ever, in functional collectives, which are DTensor's.
+# In functional collectives, which DTensor uses, PyTorch 2.6 lets go of the Python half of a `Work`,
+# and its other half then waits for ever.
 USABLE = Version(torch.__version__) >= Version("2.7")
-SMALL = 2**15  # of a sum of so many bytes each rank adds all, not a share, in one step, not two
-REDUCE = [  # what is asked for, what adds a part, and whether all is divided by their number
+SMALL = 2**15  # bytes; up to here each rank adds all of a sum, in one step, not a share, in two
+REDUCE = [  # (what is asked for, (what adds a part, whether to divide by their number))
     (dist.ReduceOp.SUM, (torch.add, False)), (dist.ReduceOp.AVG, (torch.add, True)),
     (dist.ReduceOp.PRODUCT, (torch.mul, False)), (dist.ReduceOp.MIN, (torch.minimum, False)),
     (dist.ReduceOp.MAX, (torch.maximum, False)),
@@ -55,16 +55,16 @@ class Done(Work):
 
 
 def collective(function):
-    """A method that a profiler sees, as it sees other backends' collectives.
+    """Return a method that a profiler sees, as it sees other backends' collectives.
 
-    It runs in inference mode: what is made in that mode, a tensor or a view that is kept, can be
+    It runs in inference mode: a tensor or a view that was made in that mode, and is kept, can be
     written to only there.
     """
     function = torch.inference_mode()(function)
 
     @wraps(function)
     def method(self, *args, **kwargs):
-        if not profiler._is_profiler_enabled:  # then it would cost as much as a small collective
+        if not profiler._is_profiler_enabled:  # naming it costs as much as a small collective
             return function(self, *args, **kwargs)
         with profiler.record_function(f"{NAME}::{function.__name__}"):
             return function(self, *args, **kwargs)
@@ -73,10 +73,10 @@ def collective(function):
 
 
 class SharedMemoryGroup(dist.ProcessGroup):
-    """What is not overridden here goes to gloo: see `by_gloo`.
+    """A process group by shared memory. What is not overridden here goes to gloo: see `by_gloo`.
 
-    A collective is over when its call returns, also with async_op. A send or a receive goes on
-    only while its rank waits in shared memory, not while it waits in gloo, or computes.
+    A collective is over when its call returns, also with async_op. A send or a receive goes on only
+    while its rank waits in shared memory, not while it waits in gloo, or computes.
     """
 
     def __init__(self, store, rank, size, timeout):
@@ -100,7 +100,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         return self.memory.steps + self.gloo._get_sequence_number_for_group()
 
     def count_sent(self, name, tensors, pieces=None):
-        """What PyTorch's operator of this name would have sent."""
+        """Tell the meters what PyTorch's operator of this name would have sent."""
         for meter in METERS:
             meter.count(name, tensors[0], bytes_of(self, name, tensors, pieces))
 
@@ -173,7 +173,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         return Done(outputs)
 
     def gather_into(self, outputs, tensor):
-        """outputs: flat, of this tensor's size, of each rank's."""
+        """Gather each rank's tensor into its own of `outputs`, flat and of this tensor's size."""
         self.count_sent("c10d::_allgather_base_", [tensor])
         flat = flatten(tensor)
         for out in outputs:
@@ -211,7 +211,10 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     @collective
     def alltoall_base(self, output, tensor, received, given, opts=None):
-        """What each gives to each is told in the first step: so all know how many there are."""
+        """Give each rank its rows, in as many steps as the largest share needs.
+
+        In the first step each rank tells how much it gives to each: so all know how many steps.
+        """
         self.count_sent("c10d::alltoall_base_", [tensor], given)
         P, inputs, outputs = self.P, as_bytes(tensor), as_bytes(output)
         given, received = bytes_for_each(tensor, given, P), bytes_for_each(output, received, P)
@@ -235,7 +238,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         give_back(outputs, output)
         return Done([output])
 
-    # Functional collectives come here, DTensor's and transformers'.
+    # The functional collectives of DTensor and transformers come here.
     def allgather_into_tensor_coalesced(self, outputs, tensors, opts=None):
         for output, tensor in zip(outputs, tensors, strict=True):
             self._allgather_base(output, tensor)
@@ -246,14 +249,14 @@ class SharedMemoryGroup(dist.ProcessGroup):
             self._reduce_scatter_base(output, tensor, opts).wait()
         return Done(outputs)
 
-    # As PyTorch calls them from 2.13 on.
+    # The names by which PyTorch calls them from 2.13 on.
     all_gather_single, reduce_scatter_single = _allgather_base, _reduce_scatter_base
     all_to_all_single = alltoall_base
     all_gather_single_coalesced = allgather_into_tensor_coalesced
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
 
     def room_for(self, rank, slot, like):
-        """What a slot has for a rank, of the size and dtype of a flat tensor."""
+        """Return a rank's room in a slot, with the size and dtype of a flat tensor, `like`."""
         return beginning(slot[rank * self.room :], like)
 
     # ------------------------------------------------ from one rank to another
@@ -279,15 +282,18 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
 @cache
 def loopback():
-    """gloo's device, one for all groups of a process: each has a thread that wakes up 100 times a
-    second, also where nothing is sent, and a mesh of transformers makes six groups."""
+    """Return gloo's device, one for all groups of a process.
+
+    Each device has a thread that wakes up 100 times a second, also where nothing is sent, and a
+    mesh of transformers makes six groups.
+    """
     return dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
 
 
 def by_gloo(name):
-    """A method that gloo has.
+    """Return a method that calls gloo's method of this name.
 
-    The base class would hand it on as well. But in PyTorch 2.14 and 2.15 it does so while it holds
+    The base class would call it as well. But in PyTorch 2.14 and 2.15 it does so while it holds
     Python's lock, and waits for gloo's lock, whose holder may wait for Python's: all stands still.
     """
 
@@ -307,14 +313,14 @@ for name in ("reduce", "gather", "scatter", "alltoall", "allreduce_coalesced"):
 
 
 def flatten(tensor):
-    """Its values in one dimension: the very memory, or a copy where it is not contiguous."""
+    """Return a tensor in one dimension: its very memory, or a copy where it is not contiguous."""
     if not tensor.numel():
-        return tensor.new_empty(0)  # whose stride is 1
+        return tensor.new_empty(0)  # its stride is 1
     return tensor.resolve_neg().contiguous().view(-1)
 
 
 def pieces(flat):
-    """Of at most a slot each."""
+    """Split a flat tensor into pieces of at most a slot each."""
     return [flat] if flat.nbytes <= SLOT else flat.split(SLOT // flat.element_size())
 
 
@@ -323,7 +329,10 @@ def as_bytes(tensor):
 
 
 def give_back(flat, tensor):
-    """What was written into `flatten(tensor)`, or its bytes, if that is a copy."""
+    """Copy what was written into `flat` to the tensor, unless both are the same memory.
+
+    flat: `flatten(tensor)`, or its bytes.
+    """
     if flat.data_ptr() != tensor.data_ptr() and tensor.numel():
         tensor.copy_(flat.view(tensor.dtype).view(tensor.shape))
 
@@ -337,7 +346,7 @@ def must_be(tensor, numel, dtype):
 
 
 def reduce_into(out, how, parts):
-    """The parts, in the order of ranks: the same bits, whoever does it."""
+    """Reduce the parts into `out`, in the order of ranks: the same bits, whoever does it."""
     _, op, mean = how
     if len(parts) == 1:
         out.copy_(parts[0])
@@ -355,18 +364,18 @@ def reduce_into(out, how, parts):
 
 
 def operator_of(opts):
-    """How to reduce: its number, and what REDUCE says. None: by gloo, if it can."""
+    """Return how to reduce: a number, and what REDUCE says. None: by gloo, if it can."""
     wanted = opts.reduceOp
     return next(((i, *how) for i, (kind, how) in enumerate(REDUCE) if wanted == kind), None)
 
 
 def told(how, tensor):
-    """A number for the operator and the dtype."""
+    """Return one number for the operator and the dtype."""
     return how[0] << 8 | NUMBERS[tensor.dtype]
 
 
 def bytes_for_each(tensor, sizes, number):
-    """Of rows of a tensor for each of a number of ranks; no sizes: as many for each."""
+    """Return the bytes of each rank's rows of a tensor. sizes: their numbers; empty: all alike."""
     row = tensor.nbytes // max(len(tensor), 1)
     return [row * size for size in sizes or [len(tensor) // number] * number]
 

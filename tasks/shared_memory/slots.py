@@ -1,19 +1,19 @@
 """Memory that the ranks of one machine share, and how they meet in it.
 
 Each rank has a slot in each of two halves of the memory, and a counter. In its n-th step a rank
-writes into its slot of half n % 2, sets its counter to n, waits until no rank's is below n, and
+writes into its slot of half n % 2, sets its counter to n, waits until no counter is below n, and
 reads the others' slots. No second barrier has to tell that all have read: a half is written again
-in step n + 2, which a rank begins when all counters are at n + 1; and each rank sets its own to
-n + 1 when it has read what it wants of step n.
+in step n + 2, which a rank begins when all counters are at n + 1; and each rank sets its counter
+to n + 1 when it has read what it wants of step n.
 
 A message from one rank to another has two slots of its own, which its receiver reads in place, with
 a counter of those filled and one of those emptied.
 
-The counters tell a rank that waits who has not come, and each rank has left there which process it
-is, and when it last waited: so one that hangs, or has ended, is named without asking anyone.
+The counters tell a rank that waits who has not come. Beside its counter each rank notes its process
+and when it last waited: so a rank that hangs, or has ended, is named without asking anyone.
 
 On x86 other processors see stores in the order in which they were made, the data before the
-counter. Elsewhere a fence would have to be between them, and Python has none: gloo is used there.
+counter. Elsewhere they would need a fence between them, and Python has none: gloo is used there.
 """
 
 import math
@@ -35,20 +35,21 @@ from torch.distributed.distributed_c10d import Work
 
 SLOT = 2**22  # bytes that a rank can give in one step
 LINE = 8  # words of 8 bytes in a cache line: no two ranks' counters are in one
-SAID, BEAT, PROCESS = 1, 3, 4  # what is in a rank's line behind its counter
-TAG = 3  # and in a pair's, behind SAID; both are there twice, for two steps in turns
+SAID, BEAT, PROCESS = 1, 3, 4  # places in a rank's line, behind its counter
+TAG = 3  # place in a pair's line; SAID and TAG have two words each, for two steps in turns
 SPIN_S, YIELD_S, LOOK_S = 2e-4, 1e-3, 0.1  # see `until`
-RECENT_S = 2  # who has said so long ago that it waits does so still
+RECENT_S = 2  # a rank that noted so many seconds ago that it waits still waits
 KINDS = ["barrier", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"]
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-WAITING = []  # memories with messages on their way, which go on while a rank waits for anything
-GOING_ON = Lock()  # of whichever thread waits
+WAITING = []  # memories with messages on their way: these go on while a rank waits for anything
+GOING_ON = Lock()  # held by the thread that moves the messages on
 
 
 class Missing(dist.DistBackendError):
-    """Ranks that others wait for. late, waiting: those, by their numbers in the job.
+    """Raised where ranks wait for others that do not come, or have ended.
 
-    Nobody is named as waiting for one that has ended: that is seen by whoever looks first.
+    late: the ranks that are missing. waiting: those that wait for them. Both are numbers in the
+    job. Nobody is named in `waiting` where a rank has ended: whoever looks first sees that.
     """
 
     def __init__(self, said, late, waiting=()):
@@ -59,7 +60,7 @@ class Missing(dist.DistBackendError):
 class SharedMemory:
     """What the ranks of a process group have in common.
 
-    rank, size: of that group. timeout: a timedelta, for which a rank waits for another. members():
+    rank, size: of that group. timeout: how long a rank waits for another, a timedelta. members():
     the ranks' numbers in the job, once all are ready.
     """
 
@@ -67,14 +68,14 @@ class SharedMemory:
         self.me, self.ranks, self.steps = rank, range(size), 0
         self.timeout_s, self.members = timeout.total_seconds(), members
         self.crowded = int(os.environ.get("LOCAL_WORLD_SIZE", size)) > CORES
-        self.queues = {}  # of messages on their way, by pair and direction
-        # In words: a line for each rank, two for each pair, and what an all-to-all gives to whom.
+        self.queues = {}  # messages on their way, by pair and direction
+        # Counted in words: a line for each rank, two for each pair, then the tables of all-to-alls.
         self.pairs, self.given = LINE * size, LINE * (size + 2 * size * size)
         words = LINE * math.ceil((self.given + 2 * size * size) / LINE)
         sizes = [8 * words, 2 * size * SLOT, 2 * size * size * SLOT]
         memory, self.name, file = common(store, rank, sum(sizes))
         self.words = memoryview(memory)[: sizes[0]].cast("q")
-        if rank == 0:  # the last to leave, with its key: the next group of this name finds none
+        if rank == 0:  # when all have come it removes its key: the next group must not find it
             self.wait_for_processes(self.ranks[1:])
             store.delete_key("memory")
         self.words[LINE * rank + PROCESS] = os.getpid()
@@ -98,7 +99,7 @@ class SharedMemory:
     # ------------------------------------------------ all together
 
     def halves(self, like):
-        """The slots of both, or what of them has the size and the dtype of a flat tensor."""
+        """Return the slots of both halves, or as much of each as flat `like` has, in its dtype."""
         if like is None:
             return self.slots
         key = like.dtype, like.nbytes
@@ -109,14 +110,15 @@ class SharedMemory:
         return self.views[key]
 
     def own_slot(self, like=None):
-        """The slot that this rank writes into in its next step."""
+        """Return the slot that this rank writes into in its next step; like: see `halves`."""
         return self.halves(like)[(self.steps + 1) % 2][self.me]
 
     def meet(self, kind, nbytes=0, like=None, how=0):
-        """A step, after `mine` was written: all ranks' slots, until the next step.
+        """Take a step, after this rank's slot was written. Return all ranks' slots.
 
-        kind, nbytes, how (a number below 2**16): what this rank believes that all do. Raises
-        RuntimeError where another does something else, and `Missing`.
+        They may be read until this rank's next step. kind, nbytes, how (a number below 2**16): what
+        this rank believes that all ranks do. Raises RuntimeError where another does something else,
+        and `Missing`. like: see `halves`.
         """
         self.steps += 1
         words, n = self.words, self.steps
@@ -148,16 +150,16 @@ class SharedMemory:
             )
 
     def table(self):
-        """Where each rank writes, in its next step, how much it gives to each: (P, P) words."""
+        """Return where, in the next step, is the table of what each gives to each: (P, P) words."""
         return self.given + (self.steps + 1) % 2 * len(self.ranks) ** 2
 
     # ------------------------------------------------ waiting
 
     def until(self, condition, look):
-        """Wait: at first in haste, then giving the core to others, then asleep.
+        """Wait for condition(): at first in haste, then giving the core to others, then asleep.
 
-        look(seconds waited): called now and then; raises what ends the wait. Where ranks are more
-        than cores, haste would keep them.
+        look(seconds waited): called now and then; raises what ends the wait. There is no haste
+        where there are more ranks than cores: it would keep the others from coming.
         """
         begin, looked = time.monotonic(), 0.0
         while not condition():
@@ -174,13 +176,15 @@ class SharedMemory:
                 try:
                     look(waited)
                 except RuntimeError:
-                    if not condition():  # else it has come in this very moment, and gone
+                    if not condition():  # else the other has come in this very moment, and ended
                         raise
             time.sleep(min(max(waited / 100, 5e-5), 1e-3))
 
     def look_for(self, is_late, waited):
-        """Say that this rank waits. Raises `Missing` if one of those that it is for has ended, or
-        if it has waited long enough. is_late(rank): whether it is for that one."""
+        """Note that this rank waits. Raise `Missing` if it waits for one that ended, or too long.
+
+        is_late(rank): whether this rank waits for that one. waited: for how many seconds so far.
+        """
         late = [rank for rank in self.ranks if is_late(rank)]
         world = getattr(dist.group.WORLD, "memory", self)
         if world is not self:
@@ -208,7 +212,11 @@ class SharedMemory:
     # ------------------------------------------------ from one to another
 
     def begin(self, key, steps):
-        """Messages of a pair go in order: in each queue only the first is on its way."""
+        """Queue a message, and return its `Transfer`.
+
+        The messages of a pair go in order: in each queue only the first is on its way. key: of the
+        queue, such as ("to", rank). steps: the generator of a `Transfer`.
+        """
         transfer = Transfer(self, steps, key[1])
         with GOING_ON:
             self.queues.setdefault(key, deque()).append(transfer)
@@ -219,7 +227,7 @@ class SharedMemory:
 
     @torch.inference_mode()
     def advance(self):
-        """Go on with all messages as far as they come without waiting, or let another thread."""
+        """Move all messages on, as far as they come without waiting, unless another thread does."""
         if not GOING_ON.acquire(blocking=False):
             return
         try:
@@ -234,7 +242,7 @@ class SharedMemory:
             GOING_ON.release()
 
     def box(self, src, dst):
-        """A pair's two slots, and the places of its counters: of those filled, and emptied."""
+        """Return a pair's two slots, and the places of its counters of slots filled and emptied."""
         line = self.pairs + 2 * LINE * (src * len(self.ranks) + dst)
         return self.boxes[src, dst], line, line + LINE
 
@@ -266,7 +274,7 @@ class SharedMemory:
 
 
 def beginning(memory, like):
-    """The first bytes, as a tensor of the size and dtype of a flat one."""
+    """Return the first bytes of `memory`, as a tensor of the size and dtype of a flat one."""
     return memory[: like.nbytes].view(like.dtype)
 
 
@@ -279,7 +287,7 @@ class Transfer(Work):
         self.over, self.error = False, None
 
     def go_on(self):
-        """Whether it is over: then `wait` tells how it ended."""
+        """Go on. Return whether the transfer is over; if by an error, `wait` raises it."""
         try:
             self.over = next(self.steps, self) is self
         except RuntimeError as error:
@@ -301,9 +309,9 @@ class Transfer(Work):
 # ---------------------------------------------------------------- machine and processes
 
 
-@cache  # asked by each new group
+@cache  # each new group asks
 def neighbourhood():
-    """The same for all ranks that can share memory here; None for one that cannot."""
+    """Return a text that ranks which can share memory have alike; None if this one cannot."""
     if platform.machine() != "x86_64" or not hasattr(os, "memfd_create"):
         return None
     with suppress(OSError):  # /proc may be closed
@@ -311,17 +319,17 @@ def neighbourhood():
         for number in (file, os.open(f"/proc/{os.getpid()}/fd/{file}", os.O_RDWR)):
             os.close(number)
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        node = os.environ.get("GROUP_RANK", "0")  # of several torchruns, which one's
+        node = os.environ.get("GROUP_RANK", "0")  # the torchrun's, of several
         return f"{boot} {os.readlink('/proc/self/ns/pid')} {os.getuid()} {node}"
     return None
 
 
 def common(store, rank, nbytes):
-    """Memory of zeros that all ranks of a group see, of rank 0's making; its name; and its file.
+    """Return memory of zeros that rank 0 makes and all ranks of a group see; its name; its file.
 
-    The file has no name: it goes when the last process that has it ends, however it ends, and the
-    size of /dev/shm does not bound it. Of its pages only those are there that were used. Others
-    open rank 0's: it must stay open until they have.
+    The file has no name in a folder: it goes when the last process that has it ends, however it
+    ends, and the size of /dev/shm does not bound it. Only pages that were used take memory. The
+    other ranks open rank 0's file: it must stay open until they have.
     """
     if (place := neighbourhood()) is None:
         raise RuntimeError(
@@ -346,7 +354,7 @@ def in_words(ranks):
 
 
 def has_ended(process):
-    """Whether a process of this number has; its parent need not know yet."""
+    """Return whether the process of this number has ended; its parent need not know yet."""
     try:
         return psutil.Process(process).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

@@ -8,7 +8,7 @@ from torch.distributed.distributed_c10d import ProcessGroup, _resolve_process_gr
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# By operator: of its input's bytes, what share a rank sends of P, and which argument the input is.
+# {operator: (P -> the share of its input's bytes that one of P ranks sends, the input's place)}.
 SENT = {
     "c10d::allreduce_": (lambda P: 2 * (P - 1) / P, 0),
     "c10d::allgather_": (lambda P: P - 1, 1),
@@ -23,11 +23,11 @@ SENT = {
 SPLIT = {"c10d::alltoall_base_": (1, 4), "_c10d_functional::all_to_all_single": (0, 2)}
 NOTHING = {"c10d::barrier", "c10d::recv_", "_c10d_functional::wait_tensor",
            "_c10d_functional::_wrap_tensor_autograd"}  # fmt: skip
-METERS = []  # those that count now, for groups that tell them: PyTorch does not see all of theirs
+METERS = []  # meters that count now; shared memory's groups tell them what PyTorch does not see
 
 
 class Meter(TorchDispatchMode):
-    """Within it, `sent` adds up what this rank sends to others: of a sum 2 (P-1)/P, as in a ring.
+    """Within it, `sent` adds up the bytes that this rank sends: 2 (P-1)/P of a sum's, as in a ring.
 
     It sees collectives of the forward and the backward, functional ones, and those of C++. Raises
     NotImplementedError for one that it does not know.
@@ -47,7 +47,7 @@ class Meter(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # first becomes operators of ordinary tensors, which come here
+            return NotImplemented  # it becomes operators of ordinary tensors, which come here
         name = function._schema.name
         if name in SENT:
             at = SENT[name][1]
@@ -64,12 +64,15 @@ class Meter(TorchDispatchMode):
             self.count(name, tensors[0], bytes_of(group, name, tensors, pieces))
 
     def count(self, name, tensor, sent):
-        """A collective, by its operator's name, which takes a tensor and sends some bytes."""
+        """Add up what a collective sends. name: its operator's; tensor: its input; sent: bytes."""
         self.sent += sent
 
 
 def bytes_of(group, name, tensors, pieces=None):
-    """Bytes that this rank sends. pieces: rows for each rank of an all-to-all; empty: all alike."""
+    """Return the bytes that this rank sends.
+
+    pieces: rows for each rank, of an all-to-all; None or empty: as many for each.
+    """
     if name in SENT:
         return SENT[name][0](group.size()) * sum(tensor.nbytes for tensor in tensors)
     (tensor,) = tensors
@@ -78,7 +81,7 @@ def bytes_of(group, name, tensors, pieces=None):
 
 
 def group_of(args):
-    """The process group among an operator's arguments: itself, or by its name."""
+    """Return the process group that an operator's arguments have, as itself or by its name."""
     for arg in reversed(args):
         if isinstance(arg, str):
             return _resolve_process_group(arg)
@@ -86,10 +89,11 @@ def group_of(args):
 
 
 def bytes_sent(run, function, group=None):
-    """Bytes that each rank sends while all run function(), on average: (counted, on the wire).
+    """Return the bytes that a rank sends, on average, in function(): (counted, on the wire).
 
-    On the wire is what gloo's ranks on one machine put on the loopback device, by its counters:
-    headers, and whatever else uses it. None for other backends. group: by which function() talks.
+    All ranks call it. On the wire is what gloo's ranks on one machine put on the loopback device,
+    by its counters: headers, and whatever else uses it. None for other backends. group: by which
+    function() talks.
     """
     counters = Path("/proc/net/dev")
 

@@ -147,7 +147,7 @@ def _people(rng: random.Random, count: int, animals: bool) -> list[SimpleNamespa
 
 
 def _numbers(rng: random.Random) -> dict[str, str]:
-    """Return n > m, their sum and difference, and how many things that makes: "two apples"."""
+    """Return n > m, their sum and difference, in words, and each with things: "two apples"."""
     names, item = WORDS["numbers"], rng.choice(WORDS["counted"])
     m, more = rng.randint(2, 6), rng.randint(2, 8)
     n = m + more

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 from torch.nn import functional
 from transformers import GenerationConfig, LlamaForCausalLM
 
-HELD_OUT_SEED = 1_000_003  # its distance from the seed of the training text
+HELD_OUT_SEED = 1_000_003  # is added to the seed of the training text
 
 GREEDY = {"bos_token_id": 0, "do_sample": False, "eos_token_id": 0, "pad_token_id": 1}
 
@@ -63,7 +63,7 @@ def perplexity(
 def continue_greedily(
     model: LlamaForCausalLM, tokenizer: Tokenizer, prompt: str, steps: int = 60
 ) -> tuple[str, list[float]]:
-    """Return the likeliest continuation, and by how much each logit leads the second."""
+    """Return the likeliest continuation, and by how much each logit exceeds the second largest."""
     start = torch.tensor([tokenizer.encode(prompt).ids])
     config = GenerationConfig(
         **GREEDY,

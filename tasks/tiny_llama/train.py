@@ -73,11 +73,11 @@ TOKENIZER_CONFIG = {
 }
 
 
-BATCH_TOKENS = 2048  # of every step, in windows of SHORT tokens, and now and then of LONG tokens
+BATCH_TOKENS = 2048  # of a step, in windows of SHORT tokens, in some steps of LONG tokens
 SHORT, LONG = 256, CONFIG["max_position_embeddings"]
-LONG_EVERY = 6  # steps, one has long windows: from the start, as late steps learn too little
+LONG_EVERY = 6  # one step of so many has long windows, early ones, too: late steps learn little
 LEARNING_RATE, WARM_UP = 4e-3, 200
-COPY_STEPS = 600  # at the start practise copying too, in half of the windows
+COPY_STEPS = 600  # so many first steps also practise copying, in half of their windows
 
 
 def train_tokenizer(seed: int) -> Tokenizer:

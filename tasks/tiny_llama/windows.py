@@ -8,7 +8,7 @@ import corpus
 import torch
 from tokenizers import Tokenizer
 
-PROSE_EVERY = 50  # documents, one is a paragraph of prose
+PROSE_EVERY = 50  # one document of so many is a paragraph of prose
 
 
 def documents(seed: int) -> Iterator[str]:
@@ -22,7 +22,7 @@ def documents(seed: int) -> Iterator[str]:
 
 
 class Windows:
-    """Windows of tokens, cut from documents that an end-of-text token follows each.
+    """Windows of tokens, cut from documents, each followed by an end-of-text token.
 
     Every other window begins with a document, because that is what a prompt looks like to the
     model: words with nothing to the left of them. `seen` counts the documents that hold a prompt.
