@@ -27,8 +27,8 @@ but what is left out, or counted twice, does not.
     * for the largest error: what is to be expected where the worst row and the worst column meet
     * for a scale: what independent errors of n values give, 1 / sqrt(n) of their rms, and no less
       than a 24th of it, for errors are not quite independent
-    * except for a whole tensor's scale, in which roundings average out: an eighth of what the
-      longest sum makes of random roundings, each as likely up as down
+    * an eighth of what the longest sum makes of random roundings, each as likely up as down (not
+      for a whole tensor's scale, in which roundings average out)
 
 The last is there because some kernels add more carefully than others. A CPU's library adds the
 products of up to three rows one after the other, and of four rows in blocks: for 32,000 random
