@@ -1,10 +1,12 @@
 """Attention's kernels: right however their tensors lie in memory, on each device."""
 
+import shutil
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import LlamaConfig, LlamaForCausalLM, modeling_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from harness import attention
@@ -198,6 +200,30 @@ def test_hugging_faces_attention(right, monkeypatch):
         torch.backends.cuda.enable_cudnn_sdp(True)
     assert allowed == [right]
     assert torch.equal(o, sdpa_attention_forward(module, q, k, v, None, scaling=D**-0.5)[0])
+
+
+@pytest.mark.stress
+@pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler, which torch.compile wants")
+def test_the_choice_is_compiled(monkeypatch):
+    """A layer with it is one graph, and the setting is as before."""
+    monkeypatch.setattr(attention, "cudnn_is_right", lambda *_: True)
+    before = modeling_utils.ALL_ATTENTION_FUNCTIONS["sdpa"]
+    sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, head_dim=8)
+    heads = dict(num_attention_heads=4, num_key_value_heads=2, use_cache=False)
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=50, **sizes, **heads))
+    ids = torch.arange(24)[None]
+    expected = model(ids, labels=ids).loss
+    try:
+        attention.use_cudnn_where_right()
+        for layer in model.model.layers:
+            layer.compile(fullgraph=True)
+        loss = model(ids, labels=ids).loss
+        loss.backward()
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+    finally:
+        modeling_utils.ALL_ATTENTION_FUNCTIONS["sdpa"] = before
+        torch.backends.cuda.enable_cudnn_sdp(True)
+    torch.testing.assert_close(loss, expected)
 
 
 HOPPER = pytest.mark.skipif(
