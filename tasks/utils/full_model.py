@@ -213,7 +213,7 @@ def pass_to_first(piece, region, dtype, holder, group):
 def full_state_dict(model, group=None):
     """Return {name: tensor} of the full model's parameters, on the CPU of rank 0; elsewhere {}.
 
-    They are what `model.state_dict()` would have, were the model not split; of tied weights, one.
+    They are those of `model.state_dict()`, were the model not split; tied weights have one name.
     """
     tensors = full_tensors(model, describe(model, group), group)
     return {name: tensor for name, tensor in tensors if tensor is not None}

@@ -10,9 +10,9 @@ from utils.collectives import all_reduce_
 
 
 def check_mesh(tensors, group):
-    """Raise ValueError for DTensors, replicated ones, too, whose mesh has several `group` ranks.
+    """Raise ValueError for DTensors whose mesh has several ranks of `group`, replicated or not.
 
-    Over ranks of which a DTensor's mesh has only one, its sum is the sum of their local parts.
+    Over ranks of which only one is in a DTensor's mesh, its sum is the sum of the local parts.
     """
     ranks = set(dist.get_process_group_ranks(group))
     for tensor in tensors:

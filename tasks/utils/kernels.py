@@ -87,7 +87,7 @@ def sum_over_heads(num_kv_heads, *gradients):
 def cpu_kernel_supports_gqa():
     """Tell whether the CPU's kernel is right for fewer KV heads than query heads.
 
-    PyTorch 2.7's kernel accepts them, and reads past the last KV head. Here numbers 1 lie there.
+    PyTorch 2.7's kernel accepts them, but reads past the last KV head, where this has ones.
     """
     q, kv = torch.zeros(1, 2, 1, 8), torch.zeros(1, 2, 1, 8)
     kv[:, 1] = 1

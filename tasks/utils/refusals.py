@@ -45,7 +45,7 @@ def check_ordinary(model):
 
 
 def check_parts(name, module, parts, more=frozenset()):
-    """Raise ValueError for a module without all `parts`, or with others but those of `more`."""
+    """Raise ValueError for a module that lacks some `parts`, or has any but these and `more`."""
     found = dict(module.named_children()).keys()
     unknown = sorted((found - parts - more) | dict(module.named_parameters(recurse=False)).keys())
     if unknown or parts - found:

@@ -17,8 +17,8 @@ def sum_gradients(tensors, mesh, bucket_bytes=2**25):
 
     In place. mesh: of the axis whose ranks had different tokens. All these ranks must have
     gradients for the same tensors. Small gradients travel together, up to `bucket_bytes`: few
-    messages, and little copied. DTensors may be split over another axis; for those whose mesh has
-    several of these ranks, `check_mesh` raises ValueError.
+    messages, and little copied. DTensors may be split over another axis; `check_mesh` raises
+    ValueError for DTensors whose mesh has several of these ranks.
 
     Call it once, after the last backward before the optimizer: with k microbatches, after the k-th.
     A second call would add up the first sum again, once for each rank. So a second call raises

@@ -102,7 +102,7 @@ def refuse(arguments, *names):
 
 
 def documents_of(position_ids):
-    """Number each token's document in its row, (B, S): one begins wherever positions jump."""
+    """Number each token's document in its row, (B, S): documents begin where positions jump."""
     return (position_ids.diff(prepend=position_ids[:, :1] - 1) != 1).cumsum(1)
 
 

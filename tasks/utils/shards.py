@@ -57,7 +57,7 @@ def mark_shard(parameter, region, full_shape):
 def shard_of(parameter):
     """Return which region of the full tensor this rank holds: a slice for each dim.
 
-    For DTensors, on meshes of any number of axes, and `keep_shard`'s slices; any other is full.
+    Knows DTensors, on a mesh of any number of axes, and `keep_shard`'s slices; others are full.
     """
     if isinstance(parameter, DTensor):
         region = [slice(0, size) for size in parameter.shape]
@@ -137,7 +137,7 @@ def with_full_logits(gather):
 
 
 def refuse_if_split(model):
-    """Refuse a model that is split already; let any other refuse what slices cannot do.
+    """Refuse a model that is split already; let an unsplit model refuse what slices cannot do.
 
     They cannot be saved, nor clipped by PyTorch's own norm (`full_model.py` has functions for
     both), resized, or scaled by a GradScaler, and cannot have PEFT's adapters: present adapters are
