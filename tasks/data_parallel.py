@@ -136,8 +136,8 @@ def average_gradients(model, mesh=None):
     Call it between the backward and the optimizer; all ranks get the same bits. With several
     microbatches, call it after the last backward, or after each: a mean of equal means is the same
     mean. A parameter that some ranks did not use counts as 0 there; a parameter that no rank used
-    keeps no gradient. DTensors may be split over another axis; for those on a mesh with several of
-    these ranks, `check_mesh` raises ValueError.
+    keeps no gradient. DTensors may be split over another axis; `check_mesh` raises ValueError for
+    DTensors whose mesh has several of these ranks.
     """
     group = group_of_axis(mesh) if mesh else dist.group.WORLD
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]

@@ -77,7 +77,7 @@ def choose_from_full_logits(model, logits):
 
 
 def choose_among_ranks(model, logits):
-    """Return the same from logits split over the vocabulary, (B, 1, V/P), in one collective.
+    """Return tokens (B, 1) and embeddings (B, 1, H) by split logits (B, 1, V/P), in one collective.
 
     Every rank offers its best token, with the token's logit and embedding, (B, 2 + H). The largest
     logit wins; among equal logits the lowest token id wins, as in argmax.

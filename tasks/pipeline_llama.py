@@ -142,7 +142,10 @@ def gpipe(num_batches, num_partitions, stage):
 
 
 def one_forward_one_backward(num_batches, num_partitions, stage):
-    """List the same for 1F1B: backwards as soon as possible, so that p - stage are kept at most."""
+    """List what a stage does in 1F1B: each backward as soon as possible.
+
+    So a stage keeps p - stage microbatches at most.
+    """
     ahead = num_partitions - stage
     order = [("F", i) for i in range(min(ahead, num_batches))]
     for i in range(num_batches):

@@ -510,7 +510,7 @@ def show(run, args):
 
     reference.check_step(run, "threads", model, partial(step, by_threads), embedding_of(model))
     by_one, results = partial(one_after_the_other, whole, rows, loss), []
-    with sdpa_kernel(SDPBackend.MATH):  # adds in one order; others' backwards on GPUs do not
+    with sdpa_kernel(SDPBackend.MATH):  # on GPUs other kernels' backwards add in any order
         for by in by_threads, by_one:
             model.zero_grad()
             results.append([*step(by), *(parameter.grad for parameter in model.parameters())])

@@ -56,7 +56,7 @@ def forward_by_columns(x, w_columns, n, group):
 
 
 def backward_by_columns(dy, x, w_columns, group):
-    """Compute, from dy (m, n), the gradient of y, dx (m, k) and dw of this rank's columns."""
+    """Compute dx (m, k) and this rank's columns of dw, given dy (m, n), the gradient of y."""
     first, stop = share_of(dy.shape[1], group)
     dy_columns = dy[:, first:stop]
     dx = all_reduce(dy_columns @ w_columns.T, group)
@@ -72,7 +72,7 @@ def forward_by_rows(x, w_rows, group):
 
 
 def backward_by_rows(dy, x, w_rows, group):
-    """Compute, from dy (m, n), the gradient of y, dx (m, k) and dw of this rank's rows."""
+    """Compute dx (m, k) and this rank's rows of dw, given dy (m, n), the gradient of y."""
     first, stop = share_of(x.shape[1], group)
     x_columns = x[:, first:stop]
     dx_columns = dy @ w_rows.T  # (m, k/P)
