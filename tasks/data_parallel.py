@@ -1,34 +1,36 @@
-"""Neighbour course: data parallelism. Every rank takes other samples, and all take the same step.
+"""From a neighbouring course: data parallelism. Ranks take different samples, and the same step.
 
 Each rank computes the gradients of its part of a batch. Their average over the ranks is the
-gradient of the batch's mean loss, if each rank's loss is scaled for it: see
-`local_forward_backward`. What a rank has after a step and sends in one, of P ranks and W bytes of
-weights:
+gradient of the batch's mean loss, if each rank scales its loss for that: see
+`local_forward_backward`. This is what each of P ranks holds after a step, and sends during the
+step, in bytes; the weights are W bytes:
 
                 weights     gradients   Adam's states   bytes sent
     by-hand     W           W           2 W             2 (P-1)/P W, after the backward
     ddp         W           W           2 W             2 (P-1)/P W, during the backward
-    zero1       W           W           2 W / P         3 (P-1)/P W; each parameter's on one rank
+    zero1       W           W           2 W / P         3 (P-1)/P W; each state on one rank
     fsdp2       W / P       W / P       2 W / P         3 (P-1)/P W; a layer whole while it runs
 
-(PyTorch's ZeRO-1 sums all gradients on all ranks; the paper's scatters them, and sends 2. FSDP2's
-embedding, last norm and head stay whole until the backward, and are sent twice. DDP: arXiv
-2006.15704, section 3. ZeRO: arXiv 1910.02054, section 5. FSDP: arXiv 2304.11277.)
+(PyTorch's ZeRO-1 sums all gradients on all ranks; the paper's scatters the sums, and sends
+2 (P-1)/P W. FSDP2's embedding, last norm and head stay whole from the forward to the backward, so
+they are sent twice, not three times. DDP: arXiv 2006.15704, section 3. ZeRO: arXiv 1910.02054,
+section 5. FSDP: arXiv 2304.11277.)
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 2 tasks/data_parallel.py
 
-checks each against a single-rank run of the unmodified model, and trains with it.
+checks each of the four against a single-rank run of the unmodified model, and trains with it.
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 2 tasks/data_parallel.py \\
         --memory-budget 0.7 --model random/balanced --batch-size 4 --seq-len 32
 
-trains with FSDP2 what has no room on a single rank, nor on two with `--strategy zero1`.
+trains with FSDP2 a model that has no room on a single rank, nor on two with `--strategy zero1`.
 
     python tasks/data_parallel.py --spawn 2 --epochs 3 --gradients-dir gradients
     python tasks/data_parallel.py --compare-gradients gradients
 
-The first starts processes as the course does, without torchrun. They train by hand, with the same
-checks, and write the gradients of the first batch. The second compares these files to the bit.
+The first command starts processes as the course does, without torchrun. They train by hand, with
+the same checks, and write the gradients of the first batch. The second compares these files to the
+bit.
 """
 
 import math
@@ -75,10 +77,11 @@ class Partition(Dataset):
 
 
 class DataPartitioner:
-    """Deals the samples of `data`, shuffled, to partitions of these sizes, shares of 1.
+    """Deals the samples of `data`, shuffled, to partitions. sizes: their shares of all samples.
 
-    Each sample is in one partition: what is rounded is where a partition ends. The generator is of
-    its own, so that all ranks deal alike whatever else they draw. ValueError for other sizes.
+    Each sample is in exactly one partition: the ends of partitions are rounded. It has a random
+    generator of its own, so all ranks deal alike, whatever else they draw. Raises ValueError for a
+    share below 0, and for shares that do not add up to 1.
     """
 
     def __init__(self, data, sizes=(0.7, 0.2, 0.1), seed=1234):
@@ -96,8 +99,9 @@ class DataPartitioner:
 def partition_of_rank(rank, world_size, dataset, batch_size=128, collate_fn=None):
     """Return the DataLoader of a rank's samples, in batches of the rank's share of batch_size.
 
-    Where shares are unequal, so are the partitions: all ranks come to their ends together, but for
-    the last batches, of which some ranks may have none. ValueError for a batch of fewer than ranks.
+    Where the ranks' shares of a batch are unequal, so are their partitions: all ranks have equally
+    many batches, but some ranks may lack the last one. Raises ValueError for a batch_size below
+    world_size.
     """
     if batch_size < world_size:
         raise ValueError(f"a batch of {batch_size} samples, but {world_size} ranks")
@@ -118,7 +122,7 @@ def partition_dataset(dataset, batch_size=128, collate_fn=None):
     return loader, loader.batch_size
 
 
-# The course's starter code calls it with rank and world size first, and wants the loader alone.
+# The course's starter code passes rank and world size first, and wants only the loader back.
 partition_dataset.register(int, partition_of_rank)
 
 
@@ -126,13 +130,14 @@ partition_dataset.register(int, partition_of_rank)
 
 
 def average_gradients(model, mesh=None):
-    """Every gradient becomes its mean over the ranks of a mesh of one axis, in place.
+    """Replace every gradient by its mean over the ranks of `mesh` (of one axis), in place.
 
-    Without a mesh over all ranks of the process group.
-    Between the backward and the optimizer; the same bits on all ranks. With several microbatches,
-    once after the last backward or after each: the mean of what is a mean already is the same.
-    A parameter that some ranks did not use counts as 0 there; one that no rank used keeps no
-    gradient. DTensors may be split over another axis; of this one, `check_mesh` raises ValueError.
+    Without a mesh, the mean is over all ranks of the process group.
+    Call it between the backward and the optimizer; all ranks get the same bits. With several
+    microbatches, call it after the last backward, or after each: a mean of equal means is the same
+    mean. A parameter that some ranks did not use counts as 0 there; a parameter that no rank used
+    keeps no gradient. DTensors may be split over another axis; `check_mesh` raises ValueError for
+    DTensors whose mesh has several of these ranks.
     """
     group = group_of_axis(mesh) if mesh else dist.group.WORLD
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -151,11 +156,12 @@ def average_gradients(model, mesh=None):
 
 
 def local_forward_backward(model, batch, group):
-    """Of this rank's samples: its part of the mean loss over all ranks' labels, and the logits.
+    """Run forward and backward of this rank's samples; return its part of the loss, and the logits.
 
-    batch: ids, mask and labels, (b, S) each. The mean of the ranks' means would weigh a label by
-    how many others are on its rank. So each rank goes back from P times its part: what is averaged
-    then is the gradient of the mean over all labels.
+    batch: ids, mask and labels, (b, S) each. The loss is the mean over all ranks' labels, and the
+    ranks' parts add up to it. (A mean of the ranks' means would give more weight to a label whose
+    rank has few.) Each rank starts its backward from P times its part, so that the average of the
+    gradients over the ranks is the gradient of this loss.
     """
     ids, mask, labels = batch
     count = all_reduce((labels[:, 1:] != -100).sum(), group)
@@ -166,10 +172,11 @@ def local_forward_backward(model, batch, group):
 
 
 def shard_fully(model, mesh, by_layer=True):
-    """FSDP2, in place: each layer's parameters, and all others, as slices; also on device meta.
+    """Split a model by FSDP2, in place, so that each rank has slices; also on device meta.
 
-    A unit's parameters are gathered while it runs. by_layer: each layer is a unit. If not, the
-    model is one unit, and is whole during the step: see `harness.numbers_at_peak`.
+    A unit's parameters are gathered while it runs. by_layer: each layer is a unit, and the rest of
+    the model another. If not, the model is one unit, and is whole during the step: see
+    `harness.numbers_at_peak`.
     """
     if by_layer:
         for layer in layers_of(model):
@@ -178,9 +185,10 @@ def shard_fully(model, mesh, by_layer=True):
 
 
 class DataParallelModel:
-    """A Llama of which each rank of a mesh of one axis takes a step with samples of its own.
+    """A Llama or a GPT-2 that each rank of a mesh of one axis trains on samples of its own.
 
-    `model` has the parameters and their names; `called` is what a forward goes through.
+    `model` has the parameters and their names; `called` is the module to call: `model`, or the DDP
+    around it.
     """
 
     def __init__(self, run, strategy, mesh):
@@ -192,11 +200,11 @@ class DataParallelModel:
             self.model = run.compile(run.load_model())
         self.called = self.model
         if strategy in ("ddp", "zero1"):
-            once = {"gradient_as_bucket_view": True}  # else it has all gradients twice
+            once = {"gradient_as_bucket_view": True}  # else DDP has all gradients twice
             self.called = DistributedDataParallel(self.model, process_group=self.group, **once)
 
     def step(self, batch):
-        """`local_forward_backward`, and then the gradients are averages."""
+        """Run `local_forward_backward`; afterwards the gradients are averages over the ranks."""
         result = local_forward_backward(self.called, batch, self.group)
         if self.strategy == "by-hand":
             average_gradients(self.model, self.mesh)
@@ -236,7 +244,7 @@ def train_epoch(parallel, optimizer, batches):
 @torch.no_grad()
 def validate(parallel, batches, group):
     """Return the mean loss over all labels of all ranks' batches."""
-    sums = 0  # of the losses, and of the labels
+    sums = 0  # the sum of the losses, and the number of labels
     for ids, mask, labels in batches:
         losses = token_losses(parallel.logits(ids, mask), labels)
         sums += torch.stack([losses.sum().double(), (labels[:, 1:] != -100).sum()])
@@ -248,9 +256,9 @@ def validate(parallel, batches, group):
 
 
 def setup(rank, world_size, backend, **settings):
-    """Join the other processes: at localhost:11868, if the environment names no other place.
+    """Join the other processes, at localhost:11868 unless the environment names another place.
 
-    settings: more of `dist.init_process_group`.
+    settings: more arguments of `dist.init_process_group`.
     """
     os.environ.setdefault("MASTER_ADDR", harness.ADDRESS)
     os.environ.setdefault("MASTER_PORT", str(harness.PORT))
@@ -260,12 +268,12 @@ def setup(rank, world_size, backend, **settings):
 
 
 def train_in_process(args):
-    """What each process does: it sets up, trains, and checks, as each rank of torchrun does."""
+    """Run one process: set up, train and check, as each rank under torchrun does."""
     harness.start(args, show, setup)
 
 
 def spawn(world_size, args):
-    """Create, start and join so many processes; the exit code of the first that fails, or 0."""
+    """Create, start and join the processes; return the exit code of the first to fail, or 0."""
     set_start_method("spawn", force=True)  # a forked process could not use CUDA
     store, note = harness.open_store()
     if note:
@@ -279,7 +287,7 @@ def spawn(world_size, args):
             with harness.environment_of(harness.variables(rank, world_size, store.port)):
                 process.start()
             processes.append(process)
-        return harness.wait_for_all(processes)  # which joins them
+        return harness.wait_for_all(processes)  # joins them
 
 
 # ---------------------------------------------------------------- what is shown with it
@@ -366,7 +374,7 @@ def main():
 
 
 def show(run, args):
-    """All checks of each strategy, and its training."""
+    """Run all checks of each strategy, and train with it."""
     run.mark = "D"
     P, B, S = run.world_size, args.batch_size, args.seq_len
     harness.estimate(run, B, S)
@@ -434,16 +442,17 @@ def show(run, args):
 def train_by_epochs(run, strategy, parallel, batches, epochs, lr, expected=None, own_error=0.0):
     """Train by AdamW; check losses and memory. Return each epoch's losses, the validation's last.
 
-    batches: to train on, and to validate with. expected, own_error: the references' losses, and
-    their error at least, see `Run.compare`. Without them the model has its configuration's dropout.
+    batches: those to train on, and those to validate with. expected: the references' losses, with
+    own_error as their least error, see `Run.compare`. Without `expected`, the model trains with the
+    dropout of its configuration.
     """
     dropout = not expected
     if dropout:
-        torch.manual_seed(run.seed + run.rank)  # ranks drop out other numbers
+        torch.manual_seed(run.seed + run.rank)  # each rank drops other numbers
     model = parallel.model.train(dropout)
     optimizer = parallel.optimizer(model.parameters(), torch.optim.AdamW, lr=lr)
     activations = harness.bytes_kept(model, partial(parallel.step, next(iter(batches[0]))))
-    records = run.results.setdefault("epochs", {})[strategy] = []  # of each epoch all ranks'
+    records = run.results.setdefault("epochs", {})[strategy] = []  # for each epoch, all ranks'
 
     def all_epochs():
         for epoch in range(epochs):
@@ -466,10 +475,10 @@ def train_by_epochs(run, strategy, parallel, batches, epochs, lr, expected=None,
 
 
 def train_within(run, args, mesh, batches):
-    """Train where each rank has no more memory than it is given.
+    """Train with no more memory on each rank than --memory-budget allows.
 
-    What is compared with that needs more memory: the losses of a single rank, and FSDP2's peaks.
-    Both come afterwards, without the limit.
+    Two checks need more memory: losses against those of a single rank, and FSDP2's peaks against a
+    formula. They come afterwards, without the limit.
     """
     strategies, losses = STRATEGIES if args.strategy == "all" else [args.strategy], {}
     harness.warm_up_adam(run)
@@ -491,7 +500,7 @@ def train_within(run, args, mesh, batches):
 
 
 def check_peak(run, mesh, by_layer):
-    """The most that tensors hold in a forward and backward with FSDP2 is what the formula says."""
+    """Compare the peak of tensors' bytes in FSDP2's forward and backward with the formula's."""
     model = run.load_model(partial(shard_fully, mesh=mesh, by_layer=by_layer)).to(run.device)
     optimizer = torch.optim.AdamW(model.parameters())
     ids = torch.zeros(1, 3, dtype=torch.long, device=run.device)
@@ -512,13 +521,13 @@ def check_peak(run, mesh, by_layer):
         f"{mib[1]:.1f}; with copies of all {mib[2]:.1f} at least"
     )
     pair = [torch.tensor(size) for size in mib[:2]]
-    # A tenth, as for every peak by a formula; and a quarter of a MiB for the tokens' activations.
+    # Tolerance: a tenth, as for every peak by a formula, and 0.25 MiB for the tokens' activations.
     run.check(f"{name}: peak in MiB, by the formula", [pair], tolerance=0.1 * mib[1] + 0.25)
     run.results.setdefault("peak_bytes", {})[name] = [peak, said]
 
 
 def check_files(run, parallel, batch, folder, reference):
-    """Each rank's gradients of a batch go to a file; the file has the single rank's gradients."""
+    """Write each rank's gradients of a batch to a file; compare it with the single rank's."""
     parallel.step(batch)
     harness.write_gradients(run, folder, parallel.model)
     if reference:
@@ -532,7 +541,7 @@ def check_files(run, parallel, batch, folder, reference):
 
 
 def check_average(run, parallel, batch):
-    """Before the average, each rank's gradients are its own; after it, all have the same bits."""
+    """Check that gradients are each rank's own before the average, and the same bits after it."""
     local_forward_backward(parallel.model, batch, parallel.group)
     grads = [parameter.grad for parameter in parallel.model.parameters()]
     samples, own = (

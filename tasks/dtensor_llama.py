@@ -3,7 +3,7 @@
 A DTensor is a tensor with a global shape, of which each rank holds a part: `Shard(0)` a slice of
 dim 0, `Replicate()` all of it, `Partial()` a summand. Operators work out where their results lie,
 and `redistribute` from one placement to another is a collective. Megatron's f and g are two such
-changes, and nothing else has to be written:
+changes of placement, and nothing else has to be written:
 
     g    forward: Partial -> Replicate, an all-reduce       backward: nothing
     f    forward: nothing      backward: the gradient is Partial, -> Replicate, an all-reduce
@@ -55,9 +55,10 @@ from utils.shards import (
 
 # ---------------------------------------------------------------- the technique
 
-# A block's input becomes a DTensor once, for all its projections: their gradients are added up as
-# Partial ones, and the backward needs one all-reduce a block. Without these two entries each of the
-# five projections would make its own DTensor, and five all-reduces would do the work of two.
+# A block's input becomes a DTensor once, for all of the block's projections: the gradients that
+# they give it are added up as Partial DTensors, and the backward needs one all-reduce a block.
+# Without these two entries each of the five projections would make its own DTensor, and five
+# all-reduces would do the work of two.
 ATTENTION_INPUT = PrepareModuleInput(
     input_kwarg_layouts={"hidden_states": Replicate()},
     desired_input_kwarg_layouts={"hidden_states": Replicate()},
@@ -66,31 +67,31 @@ MLP_INPUT = PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layou
 
 
 class Local(ParallelStyle):
-    """Applies a style, and makes its output local; `grad` is the placement of its gradient.
+    """Applies a style, and makes the output local; `grad`: how the output's gradient is placed.
 
-    The library's styles can do that too, but leave that placement to a default.
+    The library's styles can make outputs local, too, but leave this placement to a default.
     """
 
     def __init__(self, style, grad):
         self.style, self.grad = style, grad
 
     def _apply(self, module, mesh):
-        self.style.src_data_rank = getattr(self, "src_data_rank", 0)  # set on this one
+        self.style.src_data_rank = getattr(self, "src_data_rank", 0)  # PyTorch sets it on self
         module = self.style._apply(module, mesh)
         module.register_forward_hook(lambda _, args, y: y.to_local(grad_placements=[self.grad]))
         return module
 
 
 def all_reduce_to_local(total):
-    """Megatron's g: a Partial DTensor, added up on every rank; all go on to compute the same."""
+    """Add up a Partial DTensor on every rank: Megatron's g. All ranks go on to compute the same."""
     return total.redistribute(placements=[Replicate()]).to_local(grad_placements=[Replicate()])
 
 
 class VocabularyRows(ParallelStyle):
-    """An embedding's rows, dealt out: a token's row comes from the rank that has it, by a sum.
+    """Deals out an embedding's rows; a sum over the ranks brings a token's row to all of them.
 
-    What RowwiseParallel does, but for the backward. There a DTensor embedding makes the gradient of
-    all V rows on every rank, (V, H); here a rank makes that of its own, (V/P, H).
+    RowwiseParallel does the same, except in the backward: there a DTensor embedding makes the
+    gradient of all V rows on every rank, (V, H); here a rank makes it of its own rows, (V/P, H).
     """
 
     sum = staticmethod(all_reduce_to_local)
@@ -99,7 +100,7 @@ class VocabularyRows(ParallelStyle):
         rows = distribute_tensor(module.weight, mesh, [Shard(0)])
         module.weight = nn.Parameter(rows, requires_grad=module.weight.requires_grad)
         ranks, tokens, first = mesh.size(), len(module.weight), shard_of(module.weight)[0].start
-        if (ranks - 1) * -(-tokens // ranks) >= tokens:  # equal chunks, the last short
+        if (ranks - 1) * -(-tokens // ranks) >= tokens:  # equal chunks, the last shorter
             raise UserError(f"{ranks} ranks share {tokens} tokens: some have none; fewer ranks")
 
         def forward(module, ids):
@@ -107,13 +108,13 @@ class VocabularyRows(ParallelStyle):
             rows = local_rows(ids, weight, first, tokens, module.padding_idx)
             return self.sum(DTensor.from_local(rows, mesh, [Partial()]))
 
-        module.forward = MethodType(forward, module)  # whose deep copy has the copy's weight
+        module.forward = MethodType(forward, module)  # a deep copy of it uses the copy's weight
         return module
 
 
 COLUMNS, ROWS = ColwiseParallel(use_local_output=False), RowwiseParallel(use_local_output=False)
 HEADS = Local(COLUMNS, grad=Shard(2))  # what goes into RoPE and attention: this rank's heads
-SUM = Local(ROWS, grad=Replicate())  # by g, a sum: what goes into the residual stream, on all ranks
+SUM = Local(ROWS, grad=Replicate())  # g sums what goes into the residual stream, on all ranks
 
 # The MLP's units stay DTensors, and may be uneven. Norms are not in the plan: they stay ordinary
 # tensors, equal on all ranks, and so do their gradients.
@@ -135,15 +136,15 @@ PLAN = {
 def dtensor_parallelize(model, mesh, plan=PLAN):
     """Make a LlamaForCausalLM tensor-parallel in place, over the one axis of `mesh`.
 
-    plan: {module name, * for any: ParallelStyle}. KV heads that do not divide by the ranks, and
-    ranks that are more than KV heads, are taken care of (`WholeHeads`). The model is used as
-    before: logits come out full, unless `labels` are given: then `output.logits` stays a DTensor,
-    split over the vocabulary (see `split_loss`). Works on a model without memory (device meta) too.
-    Raises UserError for more ranks than query heads or tokens, and for a plan that does not fit the
-    model, ValueError for a model that is split already.
+    plan: {module name, * for any: ParallelStyle}. The number of KV heads need not divide by the
+    ranks, and may be smaller (`WholeHeads`). The model is used as before. Logits come out full; if
+    `labels` are given, `output.logits` stays a DTensor, split over the vocabulary (see
+    `split_loss`). Works on a model without memory (device meta) too. Raises UserError for more
+    ranks than query heads, for ranks that would have no vocabulary entries, and for a plan that
+    names modules that the model does not have; ValueError for a model that is split already.
     Source: torch.distributed.tensor.parallel; Megatron-LM, arXiv 1909.08053, section 3.
     """
-    group_of_axis(mesh)  # raises for a mesh of two
+    group_of_axis(mesh)  # raises for a mesh of several
     refuse_if_split(model)
     ranks, config = mesh.size(), model.config
     guard_dropout(model, ranks)
@@ -154,7 +155,7 @@ def dtensor_parallelize(model, mesh, plan=PLAN):
     tied = head.weight is embedding.weight
     apply_plan(model, mesh, plan)
     share_head_norms(model, mesh.get_group())
-    if tied:  # each was given a shard of its own
+    if tied:  # the plan gave each of them a shard of its own
         head.weight = embedding.weight
     model.loss_function = split_loss
     model.register_forward_hook(with_full_logits(full_logits), with_kwargs=True)
@@ -162,10 +163,10 @@ def dtensor_parallelize(model, mesh, plan=PLAN):
 
 
 class WholeHeads(ParallelStyle):
-    """A projection to heads (dim 0) or from heads (dim 1) of which the ranks hold unequal shares.
+    """For a projection to heads (dim 0) or from heads (dim 1), when ranks have unequal shares.
 
     DTensor deals out rows in equal chunks and would cut through heads. So the weight is an ordinary
-    tensor, this rank's slice, between the same two changes of placement.
+    tensor, this rank's slice, with the same f in front of it (dim 0) or g behind it (dim 1).
     """
 
     def __init__(self, dim, start, stop, holders=None):
@@ -185,14 +186,14 @@ class WholeHeads(ParallelStyle):
         else:
             module.register_forward_hook(g)
             if mesh.get_local_rank() != 0:
-                module.bias = None  # it must enter the sum over ranks once
+                module.bias = None  # the bias must enter the sum over ranks once
         if self.holders:
             module.__class__, module.get_kv_replica_group = ReplicatedKVLinear, getter(self.holders)
         return module
 
 
 def plan_whole_heads(model, mesh):
-    """The plan's four attention projections for this rank; sets each layer's GQA ratio too."""
+    """Return the plan of this rank's four projections; set each layer's GQA ratio, too."""
     config, D = model.config, model.model.layers[0].self_attn.head_dim
     kv_heads, group, shared = config.num_key_value_heads, mesh.get_group(), None
     queries, keys, holders = shard_heads(
@@ -220,11 +221,11 @@ def split_loss(
     shift_labels=None,
     **kwargs,
 ):
-    """Mean next-token loss of DTensor logits (B, S, V), split by the vocabulary.
+    """Return the mean next-token loss of DTensor logits (B, S, V), split over the vocabulary.
 
-    Takes the place of Hugging Face's loss, with its arguments; labels (B, S) are shifted here.
-    Under `loss_parallel`, where its backward must be too, the logits are never made full; without
-    it they are. Raises ValueError and IndexError as `next_tokens` does.
+    It takes the place of Hugging Face's loss, with the same arguments; labels (B, S) are shifted
+    here. Within `loss_parallel`, where the backward must run, too, the logits are never made full;
+    without `loss_parallel` they are. Raises ValueError and IndexError as `next_tokens` does.
     """
     size = logits.shape[:2]
     targets = next_tokens(labels, size, vocab_size, ignore_index, shift_labels).flatten()
@@ -232,26 +233,26 @@ def split_loss(
     full = DTensor.from_local(targets, logits.device_mesh, [Replicate()])
     total = F.cross_entropy(logits, full, ignore_index=ignore_index, reduction="sum")
     count = (targets != ignore_index).sum()
-    # Every rank has the loss itself, and starts its backward from the whole of it.
+    # Every rank has the full loss, and starts its backward from the full loss.
     return all_reduce_to_local(total) / (
         count if num_items_in_batch is None else num_items_in_batch
     )
 
 
 def full_logits(logits):
-    """All-gather DTensor logits: the full ones on every rank, which all compute the same then."""
+    """All-gather DTensor logits: all ranks get the full logits, and go on to compute the same."""
     group = logits.device_mesh.get_group()
     if not logits.is_cuda or dist.get_backend(group) != "gloo":
         return logits.full_tensor(grad_placements=[Replicate()])
-    # There the all-gather takes CUDA's memory for the CPU's (pytorch issue 152645): a sum instead,
-    # of what is zero but for a rank's own tokens.
+    # With gloo, DTensor's all-gather takes CUDA's memory for the CPU's (pytorch issue 152645). So
+    # each rank's logits, zero outside its slice of the vocabulary, are summed over the ranks.
     own = shard_of(logits)[-1]
     local = F.pad(logits.to_local(), (own.start, logits.shape[-1] - own.stop))
     return reduce_from_region(local, group)
 
 
 def apply_plan(model, mesh, plan):
-    """parallelize_module, but a name that the model does not have is a UserError, not a warning."""
+    """Run parallelize_module, but raise UserError (it warns) for a name that the model lacks."""
     names = [name.split(".") for name, _ in model.named_modules()]
     for pattern in plan:
         parts = pattern.split(".")
@@ -262,13 +263,13 @@ def apply_plan(model, mesh, plan):
 
 # ---------------------------------------------------------------- what is shown with it
 
-# What the assignment prints for its demo: first and last three of the outputs and input gradients.
+# What the assignment prints for its demo: the first and the last three outputs and input gradients.
 GOLDEN_OUTPUTS = [0.0102, 0.0432, -0.0467, 0.0798, -0.0179, 0.0527]
 GOLDEN_INPUT_GRAD = [0.1543, -0.0858, -0.0882, -0.2082, 0.0298, 0.2388]
 
 
 def show_mlp(run, mesh):
-    """The assignment's demo: the plan's MLP entries applied to one MLP."""
+    """Run the assignment's demo: apply the plan's MLP entries to one MLP."""
     from tp_mlp import block_step, make_demo
 
     plan = {k.removeprefix("model.layers.*."): s for k, s in PLAN.items() if ".mlp" in k}
@@ -307,7 +308,7 @@ def main():
 
 
 def show(run, args):
-    """The assignment's MLP; then all checks of the model, its text, time and memory."""
+    """Show the assignment's MLP; then run all checks of the model, its text, time and memory."""
     mesh = run.mesh("tp")
     show_mlp(run, mesh)
 

@@ -2,24 +2,24 @@
 
 Attention never mixes heads, and a token's keys and values never change once they are computed. So
 under tensor parallelism a rank keeps the keys (after RoPE) and values of the KV heads it owns, and
-nothing about the cache is ever sent. With more ranks than KV heads a head is cached by each of the
-ranks that hold it. Bytes on each rank, e to an element, S tokens so far:
+nothing about the cache is ever sent. With more ranks than KV heads, a KV head is cached by each of
+the ranks that hold it. Bytes on each rank, for L layers, S tokens so far, and e bytes an element:
 
     2 L B S max(K/P, 1) D e
 
-A decoded token is one row: an all-reduce of (B, 1, H) is a few KiB and bound by latency, so the
-number of calls counts, and the steps of each, not the bytes. With the hand-made model the loop
-below needs 2 L + 1 collectives a token: two in every layer, each in one step (on a CPU: `SMALL` in
-shared_memory/group.py), and one for the next token. There every rank sends its best logit,
-that token's id, and that token's embedding, (B, 2 + H). So logits are never gathered, and the next
-forward starts without a collective.
+A decoded token is one row: an all-reduce of (B, 1, H) is a few KiB and bound by latency. So what
+counts is how many collectives there are, and how many steps each takes, not the bytes. With the
+hand-made model the loop below needs 2 L + 1 collectives a token: two in every layer, each in one
+step (on a CPU: `SMALL` in shared_memory/group.py), and one that chooses the next token. In this one
+every rank sends its best logit, and the id and the embedding of the token that has this logit,
+(B, 2 + H). So logits are never gathered, and the next forward starts without a collective.
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 2 tasks/kv_cache.py
 
 continues a batch of prompts of different lengths (padded on the left) with the models of Tasks 2
 and 3: cached, recomputed, and by Hugging Face's own `.generate`, with a cache that grows and with a
-static one. All give the tokens of the single-rank run; each rank's cache is a slice of the single
-rank's. Then it measures tokens per second.
+static one. Each way gives the tokens of the single-rank run, and each rank's cache is a slice of
+the single rank's. Then it measures tokens per second.
 """
 
 import copy
@@ -49,11 +49,11 @@ WARM_UP = 3  # steps before one is recorded: libraries allocate what they need
 
 @torch.no_grad()
 def generate(model, ids, mask, new_tokens, choose, cache=None):
-    """Continue ids (B, S) greedily: (B, S + new_tokens).
+    """Continue ids (B, S) greedily; return ids (B, S + new_tokens).
 
-    mask (B, S): 0 for padding, on the left. choose(model, logits (B, 1, V or V/P)): the next tokens
-    (B, 1) and their embeddings (B, 1, H). cache: an empty DynamicCache or StaticCache; without one
-    all tokens are computed anew for each new one.
+    mask (B, S): 0 for padding, on the left. choose(model, logits (B, 1, V or V/P)) returns the next
+    tokens (B, 1) and their embeddings (B, 1, H). cache: an empty DynamicCache or StaticCache;
+    without a cache, each new token takes a forward of the whole sequence.
     """
     x = model.get_input_embeddings()(ids)
     for _ in range(new_tokens):
@@ -144,16 +144,16 @@ def recorded(step):
 
 
 def choose_from_full_logits(model, logits):
-    """The likeliest tokens of full logits (B, 1, V), (B, 1), and their embeddings (B, 1, H)."""
+    """Return the likeliest tokens (B, 1) by full logits (B, 1, V), with embeddings (B, 1, H)."""
     token = logits.argmax(-1)
     return token, model.get_input_embeddings()(token)
 
 
 def choose_among_ranks(model, logits):
-    """The same of logits split over the vocabulary, (B, 1, V/P), in one collective.
+    """Return tokens (B, 1) and embeddings (B, 1, H) by split logits (B, 1, V/P), in one collective.
 
-    Every rank offers its best token with its logit and embedding, (B, 2 + H); the best offer wins,
-    and of equal ones the lowest token, as in argmax.
+    Every rank offers its best token, with the token's logit and embedding, (B, 2 + H). The largest
+    logit wins; among equal logits the lowest token id wins, as in argmax.
     """
     embedding = model.get_input_embeddings()
     index = logits.argmax(-1)  # (B, 1), of this rank's rows
@@ -168,10 +168,10 @@ def choose_among_ranks(model, logits):
 
 
 def make_cache(kind, model, kv_heads, batch_size, length):
-    """An empty cache: dynamic, static for `length` tokens, or None.
+    """Return an empty cache: dynamic, static for `length` tokens, or None.
 
-    kv_heads: this rank's. transformers 4 reads the number from the configuration; what it says of
-    the whole model stays as it is, so a copy is changed.
+    kv_heads: the number of this rank's KV heads. transformers 4 reads it from the configuration. So
+    a copy of the configuration gets it; the model's own still has the full model's number.
     """
     if kind == "dynamic":
         return DynamicCache()
@@ -192,7 +192,7 @@ def make_cache(kind, model, kv_heads, batch_size, length):
 
 
 def check_generation(run, name, model, choose, prompts, count, expected, references):
-    """Every way to continue the prompts gives the single rank's tokens; the cache is its slice."""
+    """Check every way to continue the prompts: its tokens and cache are those of a single rank."""
     (ids, mask), config = prompts, run.source.config
     length = ids.shape[1] + count
     _, (first, stop), _ = shard_heads(
@@ -225,7 +225,7 @@ def check_generation(run, name, model, choose, prompts, count, expected, referen
         by = f" by {name}, {how}"
         harness.check_text(run, tokens, expected, references, mask, by, show=how == "cached")
 
-    # What is left in each cache, and what the model makes of it: the last token's logits.
+    # Compare what is left in each cache, and the last token's logits that the model makes of it.
     # Padding is cached too; its positions are ignored.
     real = F.pad(mask, (0, count - 1), value=1)[:, None, :, None]
     S, D = length - 1, model.model.layers[0].self_attn.head_dim  # the last token is not cached yet
@@ -258,7 +258,7 @@ def check_generation(run, name, model, choose, prompts, count, expected, referen
 
 
 def contents(cache):
-    """Keys and values of the first layer, of the second, ..., each (B, K, length, D)."""
+    """List keys and values of the first layer, of the second, ..., each (B, K, length, D)."""
     if hasattr(cache, "layers"):
         return [x for layer in cache.layers for x in (layer.keys, layer.values)]
     pairs = zip(cache.key_cache, cache.value_cache, strict=True)  # transformers 4
@@ -267,7 +267,7 @@ def contents(cache):
 
 @torch.no_grad()
 def last_logits(model, ids, mask, cache, new=1):
-    """The last token's logits (B, V); the cache holds all tokens but the last `new`."""
+    """Return the last token's logits (B, V); the cache holds all tokens but the last `new`."""
     mask = F.pad(mask, (0, ids.shape[1] - mask.shape[1]), value=1)
     positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -new:]
     return model(
@@ -276,18 +276,18 @@ def last_logits(model, ids, mask, cache, new=1):
 
 
 def all_at_once(model, ids, mask):
-    """The same from an empty cache, and all keys and values, which it holds then."""
+    """Return the last token's logits from one forward of all ids, then all keys and values."""
     cache = DynamicCache()
     return last_logits(model, ids, mask, cache, new=ids.shape[1]), *contents(cache)
 
 
 def key(name):
-    """A name as part of one in the JSON record."""
+    """Turn a name into a part of a key in the JSON record."""
     return name.lower().replace(" ", "_").replace("-", "_")
 
 
 def generation(model, ids, new_tokens, choose, threads):
-    """A contender of `interleave`: tokens from a cache; model None: waits for others."""
+    """Generate with a cache, as a contender of `interleave`; without a model, do nothing."""
     with harness.num_threads(threads):
         if model:
             mask = torch.ones_like(ids)
@@ -323,7 +323,7 @@ def say_times(run, seconds, new_tokens):
 
 
 def measure(run, models, reference, prompt_len, new_tokens, repeats):
-    """Print tokens per second of cached generation, one prompt of so many tokens."""
+    """Print tokens per second of cached generation after one prompt of `prompt_len` tokens."""
     config = run.source.config
     length = min(prompt_len, config.max_position_embeddings - new_tokens)
     if length < prompt_len:
@@ -370,7 +370,7 @@ def main():
 
 
 def show(run, args):
-    """Both models' text by every way there is, their caches, and their speed."""
+    """Check both models' texts, by every way there is, and caches; measure their speed."""
     from dtensor_llama import dtensor_parallelize, full_logits
     from tp_llama import tensor_parallelize
 
@@ -382,7 +382,8 @@ def show(run, args):
         model = run.load_model(parallelize)
         # No end and no penalties: then .generate gives --new-tokens tokens, the likeliest ones.
         model.generation_config = GenerationConfig()
-        # On a GPU a static cache would be compiled for; the collectives cannot be.
+        # On a GPU, .generate would compile the forward for a static cache, which cannot be done
+        # with the collectives.
         model.get_compiled_call = lambda config: model.__call__
         return model
 
@@ -410,11 +411,11 @@ def show(run, args):
 
 
 def refuse_what_depends_on_length(config, tokens):
-    """UserError where longrope would take its factors for long sequences, or a window slides.
+    """Raise UserError where longrope would take its factors for long texts, or a window slides.
 
     Keys that are cached keep the factors of their time, in transformers, too. Then a text depends
-    on when its tokens were cached, and there is nothing to compare. Of a window, transformers' own
-    caches keep the end alone, each in its own layout.
+    on when its tokens were cached, and there is nothing to compare. With a sliding window, the
+    caches of transformers keep only the last tokens, each in its own layout.
     """
     if (window := window_of(config)) and tokens > window:
         raise UserError(f"sliding_window {window}: prompt and --new-tokens are {tokens}")
@@ -428,7 +429,7 @@ def refuse_what_depends_on_length(config, tokens):
 
 
 def continuations(model, prompts, new_tokens):
-    """By the unmodified model, recomputed: of the batch of prompts, and of each without padding."""
+    """Continue, without a cache, the batch of prompts, and then each prompt without padding."""
     batch = generate(model, *prompts, new_tokens, choose_from_full_logits)
     alone = [
         generate(model, row[None, m == 1], m[None, m == 1], new_tokens, choose_from_full_logits)

@@ -2,8 +2,8 @@
 
 Each rank has some consecutive layers, a stage; the first also the embedding, the last also the LM
 head. A batch goes through in microbatches, so that all ranks have work at once: hidden states
-(B/m, S, H) travel to the next stage, and in the backward their gradients to the one before. Of two
-stages and four microbatches, F forward and B backward:
+(B/m, S, H) travel to the next stage, and in the backward their gradients to the stage before. For
+two stages and four microbatches, with F for forward and B for backward:
 
     GPipe   rank 0   F0 F1 F2 F3 .  .  B3 B2 B1 B0      keeps the activations of m microbatches
             rank 1   .  F0 F1 F2 F3 B3 B2 B1 B0 .       (arXiv 1811.06965, section 2.2)
@@ -11,14 +11,14 @@ stages and four microbatches, F forward and B backward:
     1F1B    rank 0   F0 F1 .  B0 F2 B1 F3 B2 .  B3      keeps those of p microbatches at most
             rank 1   .  F0 B0 F1 B1 F2 B2 F3 B3 .       (PipeDream-Flush, arXiv 2006.09503)
 
-Of p ranks each waits (p-1)/(m+p-1) of the time: the bubble. With one microbatch, which is plain
+Each of p ranks waits (p-1)/(m+p-1) of the time: the bubble. With one microbatch, which is plain
 model parallelism, one rank works at a time.
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 2 tasks/pipeline_llama.py
 
-runs these two by hand and by torch.distributed.pipelining (whose GPipe goes back in F's order), and
-its interleaved 1F1B and zero bubble (several stages a rank), each against the unmodified model.
-With `--model random/gpt2-small-test` it is a GPT-2.
+runs both by hand and by torch.distributed.pipelining (whose GPipe runs the backwards in the order
+of the forwards), and PyTorch's interleaved 1F1B and zero bubble (several stages a rank), each
+against the unmodified model. With `--model random/gpt2-small-test` the model is a GPT-2.
 """
 
 import copy
@@ -50,9 +50,10 @@ class Stage:
     """Some layers of a model, after `keep_stage`."""
 
     def forward(self, x, attention_mask=None):
-        """Hidden states (B, S, H), from ids (B, S) in the first stage; logits in the last.
+        """Return hidden states (B, S, H), or logits in the last stage.
 
-        attention_mask: (B, S), 0 for padding; every stage needs it.
+        x: ids (B, S) in the first stage, else hidden states. attention_mask: (B, S), 0 for padding;
+        every stage needs it.
         """
         x = {"input_ids": x} if self.is_first else {"inputs_embeds": x}
         base = base_of(self)
@@ -61,16 +62,16 @@ class Stage:
 
 
 class GPT2Stage(Stage):
-    """Of a GPT-2."""
+    """A `Stage` of a GPT-2."""
 
     def forward(self, x, attention_mask=None):
-        """As any stage's. GPT-2 returns a view, which the zero-bubble schedule refuses."""
+        """Run `Stage.forward`, and copy: the zero-bubble schedule refuses GPT-2's view."""
         y = super().forward(x, attention_mask)
         return y if self.is_last else y.clone()
 
 
 class NoPositions(nn.Module):
-    """In place of GPT-2's embedding of positions, which the first stage alone adds."""
+    """Adds nothing, in place of GPT-2's embedding of positions, which the first stage adds."""
 
     def forward(self, positions):
         return torch.zeros((), device=positions.device)
@@ -79,9 +80,9 @@ class NoPositions(nn.Module):
 def keep_stage(model, stops, index):
     """Make stage `index` of a LlamaForCausalLM or a GPT2LMHeadModel, in place.
 
-    stops: of each stage, the layer before which it ends. What is left keeps its name. Works on a
-    model without memory (device meta) too, so that a rank only ever loads its own layers. Where the
-    LM head is tied to the embedding, the last stage keeps that, too.
+    stops: for each stage, the layer before which it ends. The modules that are left keep their
+    names. Works on a model without memory (device meta) too, so that a rank only ever loads its own
+    layers. Where the LM head is tied to the embedding, the last stage keeps the embedding, too.
     """
     first, stop = (0, *stops)[index], stops[index]
     family, base, layers = family_of(model), base_of(model), layers_of(model)
@@ -93,7 +94,7 @@ def keep_stage(model, stops, index):
     model.before = model.config, model.generation_config
     model.config = base.config = copy.deepcopy(model.config)
     base.config.num_hidden_layers = stop - first
-    if getattr(base.config, "layer_types", None):  # which of them have a sliding window
+    if getattr(base.config, "layer_types", None):  # which layers have a sliding window
         base.config.layer_types = base.config.layer_types[first:stop]
     model.__class__ = mixed_in(GPT2Stage if family is GPT2 else Stage, type(model))
     model.index, model.is_first, model.is_last = index, index == 0, index == len(stops) - 1
@@ -107,10 +108,10 @@ def keep_stage(model, stops, index):
 
 
 def sum_tied(stages, ends):
-    """The two copies of a tied embedding get the sum of their gradients, in place.
+    """Give both copies of a tied embedding the sum of their gradients, in place.
 
-    stages: this rank's. ends: the process group of the first and the last rank. A copy that is
-    frozen takes part with zeros: the other rank does not know of it, and waits.
+    stages: those of this rank. ends: the process group of the first and the last rank. A frozen
+    copy takes part with zeros: the other rank does not know that it is frozen, and waits for it.
     """
     weights = tied_weights(stages)
     for weight in weights:
@@ -126,7 +127,7 @@ def sum_tied(stages, ends):
 
 
 def tied_weights(stages):
-    """The copies of a tied embedding that these stages have."""
+    """List the copies of a tied embedding that these stages have."""
     return [embedding_of(stage).weight for stage in stages if embedding_of(stage)]
 
 
@@ -141,7 +142,10 @@ def gpipe(num_batches, num_partitions, stage):
 
 
 def one_forward_one_backward(num_batches, num_partitions, stage):
-    """1F1B: backward as soon as it can. So a stage keeps p - stage microbatches at most."""
+    """List what a stage does in 1F1B: each backward as soon as possible.
+
+    So a stage keeps p - stage microbatches at most.
+    """
     ahead = num_partitions - stage
     order = [("F", i) for i in range(min(ahead, num_batches))]
     for i in range(num_batches):
@@ -150,12 +154,13 @@ def one_forward_one_backward(num_batches, num_partitions, stage):
 
 
 def run_by_hand(stage, order, batch, loss, down, up):
-    """Forward and backward of this rank's stage, in this order.
+    """Run forwards and backwards of this rank's stage, in the given order.
 
-    batch: each microbatch's (ids, mask, labels), on all ranks. loss(logits, labels). down, up:
-    process groups of all ranks, for hidden states and for their gradients; two, since NCCL runs one
-    group's sends and receives between two ranks in call order, and would wait for ever if both sent
-    first. Returns the microbatches' losses and the logits, in the last stage, else [] and None.
+    batch: the (ids, mask, labels) of each microbatch, on all ranks. loss(logits, labels): the loss
+    of a microbatch. down, up: process groups of all ranks, down for hidden states, up for their
+    gradients. (With a single group NCCL, which runs a group's sends and receives between two ranks
+    in call order, would wait for ever if both ranks sent first.) Returns the microbatches' losses
+    and all logits in the last stage, else [] and None.
     """
     rank = down.rank()
     like = next(stage.parameters())
@@ -199,13 +204,13 @@ BY_TORCH = {
     "interleaved": pipelining.ScheduleInterleaved1F1B,
     "zero-bubble": pipelining.ScheduleInterleavedZeroBubble,
 }
-SEVERAL = "interleaved", "zero-bubble"  # stages on each rank
+SEVERAL = "interleaved", "zero-bubble"  # schedules of several stages on each rank
 
 
 class Pipeline:
     """A Llama or a GPT-2 in stages over the ranks of a mesh of one axis; stage s is on rank s % P.
 
-    schedule: a key of BY_HAND or BY_TORCH. stages: this rank's, of `number` in all.
+    schedule: a key of BY_HAND or BY_TORCH. stages: those of this rank, out of `number` in all.
     """
 
     def __init__(self, mesh, schedule, stages, number):
@@ -219,7 +224,7 @@ class Pipeline:
         self.ends = subgroup(self.group, "ends", *ends)
 
     def __deepcopy__(self, memo):
-        """Other stages, the same process groups."""
+        """Copy the stages; keep the process groups."""
         new = copy.copy(self)
         new.stages, new.made = copy.deepcopy(self.stages, memo), {}
         return new
@@ -228,12 +233,14 @@ class Pipeline:
         return [pair for stage in self.stages for pair in stage.named_parameters()]
 
     def step(self, ids, mask, labels, sizes):
-        """Forward and backward of a batch, (B, S) each, in microbatches of `sizes` sequences.
+        """Run forward and backward of a batch, in microbatches of `sizes` sequences.
 
-        The loss is the mean over all labels of the batch, not one of the microbatches' means. Its
-        gradients are added to those that are there. Returns, on the last rank, it and the logits
-        (B, S, V), else 0 and None. Raises ValueError, and IndexError for ids and labels that are no
-        words, on all ranks. The schedules by hand take unequal sizes.
+        ids, mask, labels: (B, S) each. The loss is the mean over all labels of the batch, not a
+        mean of the microbatches' means. Its gradients are added to the parameters' .grad. Returns
+        the loss and the logits (B, S, V) on the last rank, else 0 and None. The schedules by hand
+        take unequal sizes. Raises, on all ranks, IndexError for ids and labels outside the
+        vocabulary, and ValueError for shapes and sizes that do not fit, for a frozen first stage
+        (see `refuse_frozen_stage`), and under torch.no_grad().
         """
         if not torch.is_grad_enabled():
             raise ValueError("a step goes backward: not under torch.no_grad()")
@@ -249,7 +256,7 @@ class Pipeline:
         next_tokens(labels, ids.shape, vocab_size)
         self.count = (labels[:, 1:] != -100).sum()
         tied = self.stages[0].config.tie_word_embeddings and self.number > 1
-        # What is summed over two ranks is this step's gradient, not what is there from others.
+        # Only this step's gradient is summed over the two ranks, not what earlier steps left there.
         with new_gradients(tied_weights(self.stages) if tied else []):
             losses, logits = self.run(ids, mask, labels, sizes)
             if tied:
@@ -257,7 +264,7 @@ class Pipeline:
         return sum(one.detach() for one in losses), logits
 
     def refuse_frozen_stage(self, device):
-        """ValueError, on all ranks, where PyTorch's schedule would leave out gradients."""
+        """Raise ValueError, on all ranks, where PyTorch's schedule would leave out gradients."""
         if self.schedule != "zero-bubble":
             return
         first = [stage for stage in self.stages if stage.is_first]
@@ -269,14 +276,14 @@ class Pipeline:
             )
 
     def run(self, ids, mask, labels, sizes):
-        """The schedule: on the last rank the microbatches' losses and the logits, else [], None."""
+        """Run the schedule; return the microbatches' losses and the logits, else [] and None."""
         if self.schedule in BY_HAND:
             order = BY_HAND[self.schedule](len(sizes), self.ranks, self.rank)
             pieces = zip(*(tensor.split(sizes) for tensor in (ids, mask, labels)), strict=True)
             groups = self.group, self.up
             return run_by_hand(self.stages[0], order, list(pieces), self.loss, *groups)
         key, losses = (len(sizes), ids.shape), []
-        if key not in self.made:  # in its first step the ranks tell each other the shapes
+        if key not in self.made:  # in a schedule's first step ranks send the shapes
             self.made[key] = self.schedule_of_torch(len(sizes), ids.device)
         given = {"target": labels, "losses": losses} if self.is_last else {}
         logits = self.made[key].step(*[ids][self.rank :], attention_mask=mask, **given)
@@ -298,7 +305,7 @@ class Pipeline:
 
 
 def reason_against(run, name, number, layers, sizes):
-    """Why a schedule cannot be run, or None."""
+    """Return why a schedule cannot be run, or None."""
     m, P = len(sizes), run.world_size
     if number > layers:
         return f"{number} stages, but only {layers} layers"
@@ -314,14 +321,14 @@ def reason_against(run, name, number, layers, sizes):
 
 
 def load_stages(run, costs, number):
-    """This rank's stages, of `number` in all, which cost about the same."""
+    """Load this rank's stages, out of `number` in all, which cost about the same."""
     stops, local = balance(costs, number), range(run.rank, number, run.world_size)
     run.print0(f"note: {number} stages, which end before layers {', '.join(map(str, stops))}")
     return [run.load_model(partial(keep_stage, stops=stops, index=i)) for i in local]
 
 
 def train(run, mesh, costs, batch):
-    """Three steps of Adam, also of a model whose weights and states no single rank has room for."""
+    """Take three steps of Adam, also with a model for which no single rank has room."""
     stages, losses = load_stages(run, costs, run.world_size), []
     pipe = Pipeline(mesh, "1f1b", stages, run.world_size)
     optimizer = torch.optim.Adam(stages[0].parameters(), lr=1e-4)
@@ -355,7 +362,7 @@ def main():
 
 
 def show(run, args):
-    """All checks of each schedule."""
+    """Run all checks of each schedule."""
     run.mark = "P"
     B, S, m = args.batch_size, args.seq_len, args.microbatches
     loaded = {}
@@ -374,13 +381,13 @@ def show(run, args):
     for name in [*BY_HAND, *BY_TORCH] if args.schedule == "all" else [args.schedule]:
         number = run.world_size * (args.stages_per_rank if name in SEVERAL else 1)
         if reason := reason_against(run, name, number, len(costs), equal):
-            if args.schedule != "all" or name == "gpipe":  # which takes most
+            if args.schedule != "all" or name == "gpipe":  # if gpipe cannot run, none can
                 raise UserError(f"{name}: {reason}")
             run.print0(f"note: not {name}: {reason}")
             continue
         stages = loaded[number] = loaded.get(number) or load_stages(run, costs, number)
         pipe, sizes = Pipeline(mesh, name, stages, number), equal
-        if name in BY_HAND and m > 1 and equal[-1] > 1:  # they need not be equal
+        if name in BY_HAND and m > 1 and equal[-1] > 1:  # by hand sizes may differ
             sizes = [equal[0] + 1, *equal[1:-1], equal[-1] - 1]
         run.check_weights(name, pipe, reference.models, unsplit=("",))
         embedding = embedding_of(pipe.stages[0]) if run.rank == 0 else None

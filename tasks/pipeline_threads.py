@@ -1,30 +1,30 @@
-"""Neighbour course: the pipeline in one process, with a worker thread for each device.
+"""From a neighbouring course: the pipeline in one process, with a worker thread for each device.
 
 A model is an `nn.Sequential` whose modules are on several devices. Consecutive modules on one
 device form a partition, and each partition has a thread that runs it, with a queue of tasks and
-one of results. `Pipe` splits a batch by rows; in each tick all (microbatch, partition) pairs work
-at once whose microbatch has come that far:
+one of results. `Pipe` splits a batch by rows into microbatches. In each tick all partitions work at
+once, each on the microbatch that has come to it:
 
     tick            0       1       2       3       4
     partition 0     m0      m1      m2      m3
     partition 1             m0      m1      m2      m3
 
 PyTorch's kernels run without the interpreter's lock, so threads work at the same time. In the
-backward autograd itself has a thread for each GPU, which runs that GPU's partitions. It has none
-for CPUs: it would run all partitions in the thread that calls it. So on CPUs the backward goes
-through the same queues, tick by tick in reverse.
+backward, autograd itself has a thread for each GPU, which runs the partitions on this GPU. For CPUs
+it has no threads: it would run all partitions in the thread that calls it. So on CPUs the backward
+goes through the same queues, tick by tick in reverse.
 
     OMP_NUM_THREADS=1 python tasks/pipeline_threads.py
 
 splits a Llama over two threads, checks logits, loss and all gradients against the unmodified model,
-and to the bit against the same microbatches one after the other, and measures both. (After GPipe,
-arXiv 1811.06965, section 2, and torchgpipe, arXiv 2004.09910.)
+and to the bit against the same microbatches one after the other, and measures the time with and
+without threads. (After GPipe, arXiv 1811.06965, section 2, and torchgpipe, arXiv 2004.09910.)
 
     OMP_NUM_THREADS=1 python tasks/pipeline_threads.py --model random/gpt2-small-test \\
         --model-parallel-mode both --epochs 4
 
-trains a GPT-2 by epochs, without and with a pipeline, and compares their losses and trained weights
-with the unmodified model's.
+trains a GPT-2 by epochs, without and with a pipeline, and compares the losses and the trained
+weights of both trainings with the unmodified model's.
 """
 
 import copy
@@ -51,11 +51,11 @@ from utils.stages import balance, clock_cycles, sum_copies
 
 
 class WithDevice(nn.Module):
-    """A module with the label of a device, where its parameters do not tell.
+    """A module with the label of its device, for where its parameters do not tell the device.
 
-    It may have none; and on a CPU all tensors are on "cpu", whatever cpu:0 or cpu:1 they went to.
-    Without a pipe it takes its input to its device, so that modules on several GPUs can follow one
-    another in an nn.Sequential.
+    A module may have no parameters; and on a CPU all tensors are on "cpu", also after a move to
+    cpu:0 or cpu:1. Without a `Pipe`, the forward moves its input to the device, so that modules on
+    several GPUs can follow one another in an nn.Sequential.
     """
 
     def __init__(self, module, device):
@@ -67,12 +67,15 @@ class WithDevice(nn.Module):
 
 
 def move(x, device):
-    """x on a device. The labels cpu:0 and cpu:1 name the same CPU: nothing is copied between."""
+    """Move x to a device. The labels cpu:0 and cpu:1 name the same CPU: then nothing is copied."""
     return x if x.device.type == device.type == "cpu" else x.to(device)
 
 
 def device_of(module):
-    """Where a module is, by its label or its parameters (none: the CPU). ValueError for several."""
+    """Return a module's device, by its label or its parameters; the CPU if it has neither.
+
+    Raises ValueError for parameters on several devices.
+    """
     if isinstance(module, WithDevice):
         return module.device
     devices = {parameter.device for parameter in module.parameters()}
@@ -82,7 +85,7 @@ def device_of(module):
 
 
 def split_module(modules):
-    """(partitions, devices) of an nn.Sequential: consecutive modules on one device, together."""
+    """Return (partitions, devices): consecutive modules on one device form a partition."""
     partitions, devices = [], []
     for module in modules:
         device = device_of(module)
@@ -93,18 +96,18 @@ def split_module(modules):
     return partitions, devices
 
 
-# The homework's names of these two.
+# The homework's names of these two functions.
 _split_module, _clock_cycles = split_module, clock_cycles
 
 
 class Task:
-    """A function without arguments, for a worker: in the gradient mode of who asks for it."""
+    """A function without arguments, which a worker runs in the gradient mode of the caller."""
 
     def __init__(self, compute):
         self.compute, self.grad_mode = compute, torch.is_grad_enabled()
 
     def run(self):
-        """(True, its result), or (False, the exception that it ended with)."""
+        """Return (True, the function's result), or (False, the exception that it raised)."""
         try:
             with torch.set_grad_enabled(self.grad_mode):
                 return True, self.compute()
@@ -113,17 +116,17 @@ class Task:
 
 
 def work(in_queue, out_queue):
-    """What a worker thread does: one task after the other, until the process ends."""
+    """Run one task after the other, in a worker thread, until the process ends."""
     while True:
         task = in_queue.get()
         out_queue.put(task.run())
-        del task  # and what it works on, while there is nothing to do
+        del task  # its tensors need not stay in memory while there is nothing to do
 
 
 def create_workers(devices):
-    """(in_queues, out_queues), of tasks and of results: a queue for each place in `devices`.
+    """Return (in_queues, out_queues), of tasks and of results, with a queue for each of `devices`.
 
-    Each different device has a worker thread and two queues, which its places share.
+    Each different device has one worker thread and two queues, however often it is in `devices`.
     """
     queues = {}
     for device in devices:
@@ -134,9 +137,9 @@ def create_workers(devices):
 
 
 def run_tick(schedule, task, in_queues, out_queues):
-    """task(i, j) for all pairs of a tick at once, by worker j. Returns their results, in order.
+    """Run task(i, j) for all pairs of a tick at once, by worker j; return the results, in order.
 
-    An exception in one is raised here, after the tick: nothing is left in the queues.
+    An exception in a task is raised here, after the tick, when nothing is left in the queues.
     """
     for i, j in schedule:
         in_queues[j].put(Task(partial(task, i, j)))
@@ -148,14 +151,14 @@ def run_tick(schedule, task, in_queues, out_queues):
 
 
 class Pipe(nn.Module):
-    """Runs an nn.Sequential as a pipeline: module as in `split_module`, batches in rows.
+    """Runs an nn.Sequential as a pipeline: split by `split_module`, with batches split by rows.
 
-    split_size: rows of a microbatch. Takes a batch (B, ...) and gives the output on the last
-    device. The output's backward runs once. It adds each microbatch's gradients to the parameters'
-    .grad, the last microbatch first; `autograd.grad` does not give them. The threads know neither
-    the caller's autocast nor its current CUDA stream. A deep copy has threads of its own.
-    Raises ValueError for no modules, for a split_size below 1, and for what is not rows: a batch,
-    or an output of other rows than the batch's.
+    split_size: rows of a microbatch. The forward takes a batch (B, ...), and returns the output on
+    the last device. The output's backward can run only once. It adds each microbatch's gradients to
+    the parameters' .grad, the last microbatch first; `autograd.grad` does not return them. The
+    threads know neither the caller's autocast nor its current CUDA stream. A deep copy has threads
+    of its own. Raises ValueError for no modules, for a split_size below 1, for a batch or an output
+    that is not one tensor (B, ...), and for outputs with other numbers of rows than the batch.
     """
 
     def __init__(self, module, split_size=1):
@@ -171,7 +174,7 @@ class Pipe(nn.Module):
         self.backward_by_workers = all(device.type == "cpu" for device in self.devices)
 
     def __getstate__(self):
-        """Without the queues, which cannot be copied."""
+        """Leave out the queues, which cannot be copied."""
         queues = "in_queues", "out_queues"
         return {name: value for name, value in self.__dict__.items() if name not in queues}
 
@@ -196,10 +199,10 @@ class Pipe(nn.Module):
         return BackwardByWorkers.apply(y, self, ticks, record.parts)
 
     def compute(self, batches, schedule, record=None):
-        """One tick: batches[i] becomes what partition j makes of it, of all its (i, j) at once.
+        """Run a tick: for all its pairs (i, j) at once, partition j's output replaces batches[i].
 
-        batches: the list of microbatches. record: what the backward of all ticks needs; without
-        one, autograd runs the backward of this tick by itself.
+        batches: the list of microbatches. record: the `Record` for the backward of all ticks;
+        without a record, autograd runs the backward of this tick by itself.
         """
         if record is None:
             record = Record(len(self.partitions), by_workers=False)
@@ -220,7 +223,8 @@ class Pipe(nn.Module):
 class Record:
     """What a forward leaves for its backward: the `Part` of each (microbatch, partition).
 
-    turns: see `PartNode`, a partition's last one. by_workers: who runs the parts' backwards.
+    turns: for each partition, the `turn` of its latest `PartNode`. by_workers: whether the workers
+    run the parts' backwards.
     """
 
     def __init__(self, partitions, by_workers):
@@ -229,7 +233,7 @@ class Record:
 
 
 class Part:
-    """What a partition made of one microbatch: y of x, in a graph of its own, cut off before x."""
+    """One microbatch in a partition: y = partition(x), in a graph of its own, which begins at x."""
 
     def __init__(self, partition, x):
         self.x = x.detach().requires_grad_(x.requires_grad)
@@ -239,9 +243,10 @@ class Part:
             raise ValueError(f"a partition's output, a {kind}, is not one tensor (B, ...)")
 
     def backward(self, dy):
-        """Runs the graph, once: adds to the parameters' .grad and makes x.grad.
+        """Run the graph's backward, once: add to the parameters' .grad, and make x.grad.
 
-        dy: None where nothing depends on y. RuntimeError: for the second time.
+        dy: the gradient of y, or None where nothing depends on y. Raises RuntimeError if it is
+        called again.
         """
         if self.y is None:
             raise RuntimeError("a Pipe's backward runs once: its graphs are gone")
@@ -250,7 +255,7 @@ class Part:
             y.backward(dy)
 
     def take_dx(self):
-        """The gradient of x, or None. Lets go of both."""
+        """Return the gradient of x, or None, and forget x."""
         x, self.x = self.x, None
         return x.grad
 
@@ -262,14 +267,14 @@ class PartNode(torch.autograd.Function):
     forward     x_ij = y_i(j-1), on device j        y_ij = partition j of x_ij
     backward    dy_ij = dx_i(j+1)                   the part's own graph, to x_ij and its weights
 
-    turn: a dummy, for its edge in the graph only. Partition j's node of microbatch i takes it from
-    that of microbatch i - 1, so in the backward i - 1 has to wait for i. Gradients are added in
-    this order.
+    turn: a dummy tensor, which is there only for its edge in the graph. In partition j, the node of
+    microbatch i takes it from the node of microbatch i - 1. So in the backward microbatch i - 1 has
+    to wait for microbatch i, and gradients are added in this order.
 
     This cannot deadlock, since no thread of autograd waits. Autograd has one thread for each GPU,
     and runs this node in the thread of y's GPU. The part's graph is on that GPU, too, so its
-    backward is run by the thread that calls it here. (If a worker called it and this node waited
-    for the worker, the backward would never begin: its thread is the one that waits.)
+    backward is run by the thread that calls it here. (If a worker called that backward and this
+    node waited for the worker, the backward would never begin: its thread would be waiting here.)
     """
 
     @staticmethod
@@ -287,10 +292,10 @@ class PartNode(torch.autograd.Function):
 
 
 class BackwardByWorkers(torch.autograd.Function):
-    """On CPUs: the workers run the backward of all parts, before autograd comes to their nodes.
+    """Lets the workers run all parts' backwards, on CPUs, before autograd reaches the parts' nodes.
 
-    This is the identity behind the last partition. Its backward waits for the workers, and may:
-    each runs a backward on the CPU in its own thread, and needs no other one.
+    This is the identity behind the last partition. Its backward waits for the workers, which cannot
+    deadlock: a worker runs backwards on the CPU in its own thread, and needs no other thread.
     """
 
     @staticmethod
@@ -316,7 +321,7 @@ class BackwardByWorkers(torch.autograd.Function):
 
 
 class LlamaBlock(nn.Module):
-    """A Llama's layer that takes and gives hidden states alone, (B, S, H)."""
+    """A Llama's layer that takes and returns hidden states alone, (B, S, H)."""
 
     def __init__(self, layer, rotary_emb):
         super().__init__()
@@ -329,7 +334,7 @@ class LlamaBlock(nn.Module):
 
 
 class GPT2Block(nn.Module):
-    """GPT-2's layer that takes and gives hidden states alone, (B, S, H)."""
+    """A GPT-2's layer that takes and returns hidden states alone, (B, S, H)."""
 
     def __init__(self, layer):
         super().__init__()
@@ -340,12 +345,12 @@ class GPT2Block(nn.Module):
 
 
 def hidden_states(y):
-    """Of what a layer gives: a tuple in transformers 4, the tensor in 5."""
+    """Return the hidden states from a layer's output: in transformers 4 it may be a tuple."""
     return y[0] if isinstance(y, tuple) else y
 
 
 class GPT2Embedding(nn.Module):
-    """ids (B, S) -> (B, S, H): the words' embeddings, and those of their positions."""
+    """ids (B, S) -> (B, S, H): the embeddings of tokens and of their positions, added up."""
 
     def __init__(self, base):
         super().__init__()
@@ -357,10 +362,10 @@ class GPT2Embedding(nn.Module):
 
 
 def as_sequential(model, stops, devices):
-    """A Llama or a GPT-2, without a mask, as an nn.Sequential of its own modules, labelled.
+    """Return a Llama or a GPT-2, without a mask, as an nn.Sequential of its labelled modules.
 
-    stops: of each device, the layer before which its share ends. A tied LM head gets a copy of the
-    embedding: two threads would add to one gradient in whatever order.
+    stops: for each device, the layer before which its share ends. A tied LM head gets a copy of the
+    embedding: two threads would add to a shared gradient in whatever order.
     """
     base, embedding, modules = base_of(model), embedding_of(model), []
     if model.lm_head.weight is embedding.weight:
@@ -386,9 +391,10 @@ def as_sequential(model, stops, devices):
 class ModelParallel(nn.Module):
     """A Llama or a GPT-2 whose layers are on several devices: ids (B, S) -> logits (B, S, V).
 
-    A batch goes through them in one piece, one device at a time: plain model parallelism. After
-    `_prepare_pipeline_parallel`, it goes in microbatches, all devices at a time. model: its
-    parameters move, and keep their names there. stops, devices: as in `as_sequential`.
+    A batch goes through the devices in one piece, one device at a time: plain model parallelism.
+    After `_prepare_pipeline_parallel`, it goes in microbatches, all devices at a time. model: its
+    parameters move to the devices, and keep their names in it. stops, devices: as in
+    `as_sequential`.
     """
 
     def __init__(self, model, stops, devices):
@@ -397,14 +403,14 @@ class ModelParallel(nn.Module):
         self.sequential = as_sequential(model, stops, devices)
 
     def _prepare_pipeline_parallel(self, split_size=1):
-        """From now on a pipeline, of microbatches of so many rows. (The homework's name.)"""
+        """Become a pipeline of microbatches of `split_size` rows. (The homework's name.)"""
         self.pipe = Pipe(self.sequential, split_size)
 
     def forward(self, ids):
         return self.sequential(ids) if self.pipe is None else self.pipe(ids)
 
     def sum_tied(self):
-        """After a backward: the copies of a tied embedding get the sum of their gradients."""
+        """Give, after a backward, both copies of a tied embedding the sum of their gradients."""
         if self.model.config.tie_word_embeddings:
             sum_copies(embedding_of(self.model).weight, self.model.lm_head.weight)
 
@@ -415,16 +421,16 @@ MODES = MODEL_PARALLEL, PIPELINE_PARALLEL = "model_parallel", "pipeline_parallel
 
 
 def choose_devices(run, number):
-    """On CPUs, labels for so many threads; on GPUs all that one process has, up to as many."""
+    """Return labels for `number` threads on CPUs, or else this process's GPUs, up to `number`."""
     if run.device.type == "cpu":
         return [torch.device("cpu", i) for i in range(number)]
     if run.world_size > 1:
-        return [run.device]  # the others are other ranks'
+        return [run.device]  # other GPUs are other ranks'
     return [torch.device("cuda", i) for i in range(min(number, torch.cuda.device_count()))]
 
 
 def one_after_the_other(whole, rows, loss):
-    """Forward and backward of the same microbatches without threads, as `Pipe` orders them."""
+    """Run forward and backward of the microbatches without threads, in the order of `Pipe`."""
     outputs = [whole(x) for x in rows]
     logits = torch.cat([y.detach() for y in outputs]).requires_grad_()
     value = loss(logits)
@@ -476,7 +482,7 @@ def main():
 
 
 def show(run, args):
-    """All checks of a model in a `Pipe`, and its time. (More ranks do the same, each by itself.)"""
+    """Run all checks of a model in a `Pipe`, and time it. (More ranks do the same, each alone.)"""
     run.mark, devices = "P", choose_devices(run, args.threads)
     if args.model_parallel_mode:
         return show_training(run, args, devices)
@@ -504,7 +510,7 @@ def show(run, args):
 
     reference.check_step(run, "threads", model, partial(step, by_threads), embedding_of(model))
     by_one, results = partial(one_after_the_other, whole, rows, loss), []
-    with sdpa_kernel(SDPBackend.MATH):  # adds in one order; on GPUs the others' backwards do not
+    with sdpa_kernel(SDPBackend.MATH):  # on GPUs other kernels' backwards add in any order
         for by in by_threads, by_one:
             model.zero_grad()
             results.append([*step(by), *(parameter.grad for parameter in model.parameters())])
@@ -546,9 +552,9 @@ class Trainer:
         self.optimizer.register_step_post_hook(lambda *_: synchronize(devices))
 
     def step(self, batch):
-        """Fills in the gradients. Returns the mean loss over the batch's labels, and the logits.
+        """Compute the gradients; return the mean loss over the batch's labels, and the logits.
 
-        No mask: padding is on the right, where no token sees it, and has no label.
+        It needs no mask: padding is on the right, where no other token sees it, and has no label.
         """
         ids, _, labels = batch
         logits = self.split(ids)
@@ -579,7 +585,7 @@ def synchronize(devices):
 
 
 def show_training(run, args, devices):
-    """Train in a mode, or in both by turns, and hold it against the unmodified model's training."""
+    """Train in one mode, or in both by turns, and compare with training the unmodified model."""
     batches = make_epochs(run, args)
     stops = balance(harness.measure_costs(run, args.seq_len), len(devices))
     names = MODES if args.model_parallel_mode == "both" else [args.model_parallel_mode]
@@ -601,10 +607,10 @@ def show_training(run, args, devices):
         for mode, trainer in trainers.items()
         if trained
     }
-    # Of the same samples: a step's loss, or the validation's, is of others.
+    # The loss on the training samples, compared at the end with the loss on the same samples.
     first = {mode: trainer.validate(batches[0]) for mode, trainer in trainers.items()}
     for epoch in range(args.epochs):
-        for mode in names if epoch % 2 == 0 else reversed(names):  # for what ran before may matter
+        for mode in names if epoch % 2 == 0 else reversed(names):  # what ran before may matter
             run.print0(f"mode {mode}:")
             train_one(run, trainers[mode], batches, epoch)
     for mode, trainer in trainers.items():
@@ -625,7 +631,7 @@ def show_training(run, args, devices):
 
 
 def make_epochs(run, args):
-    """Batches to train on, and to validate with: `Batches` of text, as in data_parallel.py."""
+    """Return `Batches` of text to train on, and to validate with, as in data_parallel.py."""
     if run.world_size > 1:
         raise UserError("--model-parallel-mode trains in one process: without torchrun")
     data, collate = (
@@ -647,10 +653,10 @@ def make_epochs(run, args):
 
 
 def expect_epochs(run, batches, epochs, lr):
-    """The unmodified model, trained alike: its losses, their error at least, and the model.
+    """Train the unmodified model alike; return its losses, their least error, and [the model].
 
-    The losses are of each step and of each epoch's validation, of each reference: see
-    `checks.Comparison.references`. The model's gradients are what the training has changed.
+    There are losses of each reference (see `checks.Comparison.references`), for each step and each
+    epoch's validation. The model's gradients are what the training has changed.
     """
     model = run.load_reference()
     models = [model, *([harness.wider_copy(model)] if run.dtype in harness.WIDER else [])]
@@ -673,7 +679,7 @@ def expect_epochs(run, batches, epochs, lr):
 
 
 def train_one(run, trainer, batches, epoch):
-    """An epoch of a mode, its validation, and their lines."""
+    """Train a mode for one epoch, validate it, and print both results."""
     from data_parallel import train_epoch
 
     steps = train_epoch(trainer, trainer.optimizer, batches[0])
@@ -684,11 +690,11 @@ def train_one(run, trainer, batches, epoch):
 
 
 def summarize(run, trainers):
-    """Of each mode the mean over its epochs but the first, which warms up; of two the speedup."""
+    """Print each mode's means over its epochs but the first, which warms up, and the speedup."""
     run.results["epochs"] = {mode: trainer.records for mode, trainer in trainers.items()}
     times = {}
     for mode, trainer in trainers.items():
-        records = [[record] for record in trainer.records]  # of each epoch, those of all ranks
+        records = [[record] for record in trainer.records]  # for each epoch, all ranks' records
         times[mode] = harness.print_pace(run, mode, records, mode)
     if len(times) == 2:
         speedup = harness.ratio(times[MODEL_PARALLEL], times[PIPELINE_PARALLEL])

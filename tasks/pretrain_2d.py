@@ -1,22 +1,23 @@
-"""Neighbour: pretraining a Llama on a mesh of two axes, data parallel x tensor parallel.
+"""From a neighbouring tutorial: pretraining a Llama on a mesh, data parallel x tensor parallel.
 
-Of P = dp x tp ranks, those of one row of the mesh share a model, split by a DTensor plan; those of
-one column hold the same part of it, and take other texts. Along tp, what Task 3's plan keeps whole
-between its blocks is split by tokens, too (Megatron's sequence parallelism, arXiv 2205.05198):
+The mesh has P = dp x tp ranks. The ranks of a row share a model, split by a DTensor plan; the ranks
+of a column hold the same part of the model, and take different texts. Along tp, hidden states
+between blocks, which Task 3's plan keeps whole, are split by tokens (Megatron's sequence
+parallelism, arXiv 2205.05198):
 
                             Task 3's plan               this plan
     norms, residual stream  (B, S, H), on each rank     (B, S/tp, H)
     into a block            f: nothing; all-reduce      all-gather of tokens; reduce-scatter
-    out of it               g: all-reduce; nothing      reduce-scatter of tokens; all-gather
+    out of a block          g: all-reduce; nothing      reduce-scatter of tokens; all-gather
     a norm's gradient       equal on all ranks          a sum over the ranks' tokens
 
-(forward; backward). An all-reduce is a reduce-scatter and an all-gather: as many bytes.
-The logits stay split by words, and so does their cross-entropy (`loss_parallel`). Along dp, FSDP2
-splits each tensor once more (as `data_parallel.py`), or `--replicate` keeps copies of it.
+(forward; backward). An all-reduce is a reduce-scatter and an all-gather: both plans send as many
+bytes. Logits and their cross-entropy (`loss_parallel`) stay split over the vocabulary. Along dp,
+FSDP2 splits each tensor once more (as in `data_parallel.py`), or `--replicate` keeps copies of it.
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 4 tasks/pretrain_2d.py --dp 2 --tp 2
 
-holds ten steps against a single-rank run of the unmodified model: losses, gradients, their norms,
+compares ten steps with a single-rank run of the unmodified model: losses, gradients, their norms,
 learning rates, parameters. `--output-dir DIR` keeps checkpoints, which other meshes read, too.
 `--memory-budget` trains on long sequences instead, for which a single rank may have no room.
 """
@@ -53,11 +54,11 @@ from utils.shards import refuse_if_split
 
 # ---------------------------------------------------------------- the technique: the plan
 
-TOKENS, WHOLE = Shard(1), Replicate()  # where a hidden state (B, S, H) lies
+TOKENS, WHOLE = Shard(1), Replicate()  # placements of hidden states (B, S, H)
 
 
 def scatter_tokens(total):
-    """A Partial DTensor, added up over the ranks: each gets its own tokens of the sum."""
+    """Add up a Partial DTensor over the ranks; each rank gets its own tokens of the sum."""
     return total.redistribute(placements=[TOKENS]).to_local(grad_placements=[TOKENS])
 
 
@@ -68,9 +69,9 @@ class ScatteredRows(VocabularyRows):
 
 
 class TakeHeads(ColwiseParallel):
-    """Columns that cut through heads: their outputs are gathered, and a rank takes its heads.
+    """For columns that cut through heads: gathers all outputs, and takes this rank's heads.
 
-    heads: their numbers, of D columns each; a KV head once for each query head that attends to it.
+    heads: numbers of heads of D columns each; a KV head once for each query head that needs it.
     """
 
     def __init__(self, heads, D):
@@ -79,7 +80,7 @@ class TakeHeads(ColwiseParallel):
 
     def _apply(self, module, mesh):
         def take(module, args, y):
-            full = y.to_local(grad_placements=[Partial()])  # each rank's heads, added up
+            full = y.to_local(grad_placements=[Partial()])  # gradients of all ranks' heads add up
             return full.unflatten(-1, (-1, self.D))[..., self.heads, :].flatten(-2)
 
         module = super()._apply(module, mesh)
@@ -126,8 +127,8 @@ PLAN = {
 
 
 def plan_uneven_heads(model, ranks, rank):
-    """Entries for heads that do not divide by the ranks; sets the layers' GQA ratio, too. Raises
-    UserError for more ranks than query heads.
+    """Return plan entries for heads that do not divide by the ranks; set the layers' GQA ratio.
+    Raises UserError for more ranks than query heads.
     """
     N, K = model.config.num_attention_heads, model.config.num_key_value_heads
     D = model.model.layers[0].self_attn.head_dim
@@ -150,10 +151,10 @@ def plan_uneven_heads(model, ranks, rank):
 def parallelize_2d(model, mesh, replicate=False):
     """Split a LlamaForCausalLM in place, over a mesh of the axes "dp" and "tp".
 
-    By the plan over tp, and by FSDP2 over dp: unless that is 1, or `replicate`. Works on a model
-    without memory (device meta), too. Its logits are DTensors, split by words. Raises UserError for
-    more ranks along tp than query heads or words, ValueError for a model that is split already and
-    for one with norms of heads.
+    The plan splits it over tp, and FSDP2 over dp, unless dp is 1 or `replicate` is set. Works on a
+    model without memory (device meta), too. Its logits are DTensors, split over the vocabulary.
+    Raises UserError for more ranks along tp than query heads or vocabulary entries, ValueError for
+    a model that is split already, or has norms of heads.
     """
     if HEAD_NORMS & dict(model.model.layers[0].self_attn.named_children()).keys():
         raise ValueError("norms of heads: not in this plan, whose parameters are all DTensors")
@@ -163,10 +164,10 @@ def parallelize_2d(model, mesh, replicate=False):
     tp, head, base = mesh["tp"], model.lm_head, model.model
     tied = head.weight is base.embed_tokens.weight
     apply_plan(model, tp, PLAN | plan_uneven_heads(model, tp.size(), tp.get_local_rank()))
-    if tied:  # each was given a shard of its own
+    if tied:  # the plan gave each of them a shard of its own
         head.weight = base.embed_tokens.weight
     if mesh["dp"].size() > 1 and not replicate:
-        # A tied embedding and the head must be of one unit, else they part.
+        # A tied embedding and the head must be in one unit, else they are no longer tied.
         for unit in [*base.layers, *([] if tied else [base]), model]:
             fully_shard(unit, mesh=mesh["dp"])
     return model
@@ -176,30 +177,30 @@ def parallelize_2d(model, mesh, replicate=False):
 
 
 def loss_of(model, batch, mesh):
-    """This rank's part of the mean loss over all labels of the ranks along dp, and their number.
+    """Return this rank's part of the mean loss over the labels of all ranks along dp, and how many.
 
-    batch: ids and labels, (B/dp, S) each; -100 where there is padding, which is on the right, so
-    that no token before it sees it. Within `loss_parallel`, like its backward.
+    batch: ids and labels, (B/dp, S) each; labels are -100 at padding, which is on the right, where
+    no other token sees it. Run it within `loss_parallel`, and its backward, too.
     """
     ids, labels = batch
     count = all_reduce((labels[:, 1:] != -100).sum(), mesh["dp"].get_group())
-    # Hugging Face would count positions by the embeddings, of which a rank has its tokens' only.
+    # Hugging Face would count positions by the embeddings, and a rank has only its tokens' here.
     positions = torch.arange(ids.shape[1], device=ids.device)[None]
     logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits
     return split_loss(logits, labels, model.config.vocab_size, num_items_in_batch=count), count
 
 
 def forward_backward(model, batch, mesh, replicate=False):
-    """The mean loss over the labels of all ranks, on each; all gradients of it are added.
+    """Run forward and backward; return the mean loss over the labels of all ranks, on each rank.
 
-    Several microbatches before an optimizer step add up: each call sums its own gradients alone.
+    Microbatches before an optimizer step add up: each call sums only its own gradients over ranks.
     """
     dp = mesh["dp"]
     part, _ = loss_of(model, batch, mesh)
     with new_gradients(model.parameters()):
         (part if replicate else dp.size() * part).backward()  # FSDP2 averages over dp
         for parameter in model.parameters():
-            # A norm's is Partial: each rank along tp has seen its own tokens.
+            # A norm's gradient is Partial: each rank along tp has seen its own tokens.
             parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
         if replicate:
             local_grads = [parameter.grad.to_local() for parameter in model.parameters()]
@@ -208,14 +209,14 @@ def forward_backward(model, batch, mesh, replicate=False):
 
 
 def learning_rate(step, steps, warm_up):
-    """Of the largest one: from a tenth up, then down to 0 as a cosine."""
+    """Return a step's share of the largest rate: from a tenth up to 1, then a cosine down to 0."""
     if step < warm_up:
         return 0.1 + 0.9 * step / warm_up
     return 0.5 * (1 + math.cos(math.pi * (step - warm_up) / max(1, steps - warm_up)))
 
 
 def make_optimizer(model, lr, steps, warm_up):
-    """AdamW, whose states are split as the parameters are, and its learning rate's schedule."""
+    """Return AdamW, whose states are split as the parameters are, and its rate's schedule."""
     settings = dict(betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1)
     optimizer = torch.optim.AdamW(model.parameters(), lr, **settings)
     return optimizer, LambdaLR(optimizer, partial(learning_rate, steps=steps, warm_up=warm_up))
@@ -256,8 +257,8 @@ def evaluate(model, mesh, batches):
 class BatchIndices:
     """Yields, for each step from `first` on, the indices of this rank's rows: epoch after epoch.
 
-    sampler: the rank's indices of one epoch. They are in order, so a step's number is its place in
-    the data: a resumed run reads no row of the steps before.
+    sampler: the rank's indices of one epoch, in order. So a step's number is its place in the data,
+    and a resumed run reads no row of the steps before.
     """
 
     def __init__(self, sampler, size, first):
@@ -269,11 +270,11 @@ class BatchIndices:
 
 
 def make_batches(rows, mesh, batch_size, device, first=0, num_workers=0):
-    """Yields this rank's share of each batch of `batch_size` rows, from step `first` on, for ever.
+    """Yield this rank's share of each batch of `batch_size` rows, from step `first` on, for ever.
 
     The sampler deals over dp: the ranks along tp share one model, and must see the same texts.
     num_workers: processes of this rank that read and tokenize up to four batches each ahead. On a
-    GPU batches are copied from pinned memory, while it computes.
+    GPU batches are copied from pinned memory, while the GPU computes.
     """
     P, rank = mesh["dp"].size(), mesh["dp"].get_local_rank()
     sampler = DistributedSampler(rows, P, rank, shuffle=False, drop_last=True)
@@ -362,11 +363,11 @@ def main():
 
 
 def show(run, args):
-    """All checks of the first steps, and the training."""
+    """Run all checks of the first steps, and train."""
     store = checkpoints.ShardedCheckpoints(run, args.output_dir, "model", args.resume)
     mesh, B = harness.make_mesh(run, args.dp, args.tp, args.batch_size), args.batch_size
     tp = mesh["tp"].size()
-    S = -(-args.seq_len // tp) * tp  # as many tokens on each rank
+    S = -(-args.seq_len // tp) * tp  # equally many tokens on each rank
     if args.memory_budget:
         return train_within(run, args, mesh, S)
     text, of_tokens = (args.text, args.num_documents), (args.tokenizer, args.train_tokenizer)
@@ -396,7 +397,7 @@ def show(run, args):
 
 
 def load_split(run, args, mesh, trial):
-    """Return the split model, whose weights are slices of the reference's."""
+    """Return the split model; check that its weights are slices of the reference's."""
     model = run.load_model(partial(parallelize_2d, mesh=mesh, replicate=args.replicate))
     model.to(run.device)  # FSDP2 looks for the parameters that are there now
     unsplit = "" if args.replicate and mesh["tp"].size() == 1 else "norm"
@@ -406,10 +407,10 @@ def load_split(run, args, mesh, trial):
 
 
 def train_within(run, args, mesh, S):
-    """Train on a batch of long sequences, each rank with no more memory than it is given.
+    """Train on one batch of long sequences, with no more memory on a rank than --memory-budget.
 
-    What is compared with the unmodified model: all gradients on each sequence's beginning, before;
-    the first loss of the training, afterwards, without the limit.
+    Compared with the unmodified model are, before the training, all gradients on the beginning of
+    each sequence; and after it, without the limit, the first loss of the training.
     """
     ids, _, _ = harness.make_batch(run, args.batch_size, S)
     few = min(S, 16 * mesh["tp"].size())

@@ -1,22 +1,22 @@
 """Bonus: ring attention. Each rank keeps its tokens; keys and values travel from rank to rank.
 
-As in Task 4 every rank has all weights and a share of the tokens. There heads were exchanged for
-tokens. Here a rank attends with its own queries to one rank's keys after another's, and the next
-are on their way meanwhile (arXiv 2310.01889). Attention is causal, so later keys are skipped:
+As in Task 4 every rank has all weights and a share of the tokens. Task 4 exchanges heads for
+tokens; here a rank attends with its own queries to one rank's keys after another's, while the next
+keys are on their way (arXiv 2310.01889). Attention is causal, so later keys are skipped:
 
     hop     rank 0              rank 1              rank 2
     0       q0 to k0, v0        q1 to k1, v1        q2 to k2, v2
     1       k2, v2 are later    q1 to k0, v0        q2 to k1, v1
     2       k1, v1 are later    k2, v2 are later    q2 to k0, v0
 
-A block gives outputs and, for each query, the log of the sum of its scores' exponentials; by these,
-two blocks merge into what both sets of keys would have given at once. Backward, keys and values
-travel again, and behind them their gradients, to which each rank adds, on their way home. A block's
-gradients are exact, since its probabilities are made with the log-sum-exps of *all* keys.
+A block gives outputs and, for each query, the log of the sum of its scores' exponentials. With
+these log-sum-exps two blocks merge into what both sets of keys would give at once. In the backward
+keys and values travel again, and behind them travel their gradients, to which each rank adds, until
+they are home. A block's gradients are exact: its probabilities come from *all* keys' log-sum-exps.
 
-This file has it twice. First in its simplest form, for contiguous shares of one sequence without
-padding. Then as `ring_parallelize` gives it to a full model: with equal work for all ranks
-(zigzag), with padding and packed documents, and without messages that nobody needs.
+This file has the ring twice. First comes its simplest form, for contiguous shares of one sequence
+without padding. Then comes what `ring_parallelize` gives a full model: equal work for all ranks
+(zigzag), padding and packed documents, and no messages that nobody needs.
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 2 tasks/ring_attention.py
 
@@ -57,15 +57,15 @@ def merge(one, other):
     exponentials, (B, N, S).
     """
     (o, lse), (other_o, other_lse) = one, other
-    share = (other_lse - lse).sigmoid()  # of the other's exponentials in the sum of all
+    share = (other_lse - lse).sigmoid()  # the other's part of the sum of exponentials
     return o.lerp(other_o, share[..., None]), lse.logaddexp(other_lse)
 
 
 def start_hop(x, tokens, group):
     """Begin to send x, (..., S/P, D), to the next rank, and to receive from the one before.
 
-    tokens: how many come, for shares may differ by one. Returns what will come, and the function
-    that waits until it has.
+    tokens: how many come, because shares may differ by one. Returns the tensor that is being
+    received, and a function that waits until it is there.
     """
     rank, P = group.rank(), group.size()
     if P == 1:
@@ -103,7 +103,7 @@ class ContiguousRing(torch.autograd.Function):
     def forward(ctx, q, k, v, sizes, group):
         """sizes: how many tokens each rank has."""
         ctx.sizes, ctx.group = sizes, group
-        ctx.rests = {}  # of each block, what else the kernel's backward takes
+        ctx.rests = {}  # for each block, what else the kernel's backward takes
         rank, merged = group.rank(), None
         for share, kv in all_the_way_round(k, v, sizes, group):
             if share > rank:
@@ -131,7 +131,7 @@ class ContiguousRing(torch.autograd.Function):
                 dq += dq_block
                 dkv += torch.stack([dk, dv])
             wait()
-            dkv += coming  # what the ranks have added that had this share before
+            dkv += coming  # the sum so far, of the ranks that had this share before
             coming, wait = start_hop(dkv, ctx.sizes[(share - 1) % P], ctx.group)
         wait()
         dk, dv = coming  # of this rank's own keys and values: home again
@@ -140,20 +140,20 @@ class ContiguousRing(torch.autograd.Function):
 
 # ---------------------------------------------------------------- the whole technique: who has what
 #
-# In the simplest form the last rank has the most work, and keys go on to ranks that skip them. What
-# follows can give each rank an early and a late chunk (zigzag), so that all have the same work, and
-# it ends a chunk's journey at the last rank that needs it: from there its gradients go home. It
-# knows padding and packed documents, too, which are not attended to.
+# In the simplest form the last rank has the most work, and keys go on to ranks that skip them. The
+# code below can give each rank an early and a late chunk (zigzag), so that all have the same work.
+# It ends a chunk's journey at the last rank that needs the chunk; from there the chunk's gradients
+# go home. Tokens do not attend to padding, nor to other documents packed into their row.
 
 
 class Ring:
     """Which tokens each rank has, which keys they see, and how far keys and values travel.
 
-    The sequence is cut into chunks, numbered in its order. Chunk r is rank r's; with `zigzag` there
-    are 2P of them, and chunk 2P-1-r is rank r's, too. Queries see all keys of earlier chunks, and
-    in their own those that are not later. A hop is from rank r to r+1, or, with `zigzag`, to r-1:
-    so every rank on a chunk's way to the last one that needs it needs it too. (For one document.
-    With several, it stops at the last rank that has queries of its documents.)
+    The sequence is cut into chunks, numbered in its order. Rank r has chunk r; with `zigzag` there
+    are 2P chunks, and rank r has chunk 2P-1-r, too. Queries see all keys of earlier chunks, and the
+    keys of their own chunk that are not later. A hop is from rank r to r+1, or, with `zigzag`, to
+    r-1. So all ranks on a chunk's way to the last rank that needs it need the chunk, too. (With
+    several documents, a chunk stops at the last rank that has queries of the chunk's documents.)
 
     What there is to do and to send depends on the layout:
 
@@ -161,14 +161,14 @@ class Ring:
     contiguous, upwards     rank r: share r of P    2 - 1/P times the mean  1/2 of all the way round
     zigzag, downwards       r and 2P-1-r of 2P      the mean, as all ranks  3/4
 
-    All the way round, a rank sends 2 (P-1) T/P K D e bytes: of T = B S tokens, K KV heads of D
+    All the way round, a rank sends 2 (P-1) T/P K D e bytes, for T = B S tokens with K KV heads of D
     numbers of e bytes. The backward sends keys and values again, and as many gradients, in float32
-    at least. So balance costs half as many bytes again. (Zigzag: Llama 3, arXiv 2407.21783, section
-    3.3.2.)
+    at least. So equal work costs half as many bytes again. (Zigzag: Llama 3, arXiv 2407.21783,
+    section 3.3.2.)
     """
 
     def __init__(self, group, length, zigzag, mask=None):
-        """length: tokens of the sequence, P or more. mask: `MaskInfo`; by default it sees all."""
+        """length: tokens of the sequence, P or more. mask: a `MaskInfo`, by default only causal."""
         self.group, self.P, self.rank = group, group.size(), group.rank()
         self.zigzag, self.mask = zigzag, mask or MaskInfo(length)
         shares = (shard_range(length, self.P, rank) for rank in range(self.P))
@@ -179,12 +179,12 @@ class Ring:
         self.tokens = [slice(stop - n, stop) for stop, n in zip(stops, sizes, strict=True)]
         documents = self.mask.documents
         edges = [[min(part.start, length - 1), part.stop - 1] for part in self.tokens]
-        self.ends = [[[0, 0]] * len(edges)]  # of one document, 0
+        self.ends = [[[0, 0]] * len(edges)]  # each chunk begins and ends in the one document, 0
         if documents is not None:
             self.ends = documents[:, edges].tolist()
         every = range(len(sizes))
         owner = [min(c, len(sizes) - 1 - c) if zigzag else -c for c in every]
-        self.last_hop = [  # of a chunk's: on which it comes to the last rank that needs it
+        self.last_hop = [  # for each chunk, the hop that brings it to the last rank that needs it
             max((owner[c] - owner[i]) % self.P for i in every if self.needs(i, c)) for c in every
         ]
 
@@ -192,35 +192,35 @@ class Ring:
         return self.tokens[chunk].stop - self.tokens[chunk].start
 
     def chunks(self, rank):
-        """A rank's, but for those without a token."""
+        """List a rank's chunks, but for those without a token."""
         both = [rank, len(self.tokens) - 1 - rank] if self.zigzag else [rank]
         return [chunk for chunk in both if self.size(chunk)]
 
     def order(self):
-        """All tokens, (length,): rank 0's, rank 1's, ...; of each as many as `shard_range` says."""
+        """Return all tokens, (length,), rank by rank; a rank has as many as `shard_range` says."""
         local = [self.tokens[chunk] for rank in range(self.P) for chunk in self.chunks(rank)]
         return torch.cat([torch.arange(tokens.start, tokens.stop) for tokens in local])
 
     def along(self, rank, hops):
-        """The rank so many hops further on; of a negative number, back."""
+        """Return the rank that is so many hops further on; negative hops go back."""
         return (rank - hops if self.zigzag else rank + hops) % self.P
 
     def needs(self, i, j):
-        """Whether queries of chunk i see keys of chunk j."""
-        together = any(ends[j][1] == ends[i][0] for ends in self.ends)  # in a document
+        """Tell whether queries of chunk i see keys of chunk j."""
+        together = any(ends[j][1] == ends[i][0] for ends in self.ends)  # share a document
         return i == j or (i > j and self.size(i) > 0 and together)
 
     def chunks_at(self, rank, hop):
-        """The chunks of keys and values that a rank has after so many hops."""
+        """List the chunks whose keys and values a rank has after so many hops."""
         return [c for c in self.chunks(self.along(rank, -hop)) if self.last_hop[c] >= hop]
 
     def split(self, x):
-        """This rank's tokens, (B, heads, S/P, ...): {chunk: (B, heads, tokens, ...)}."""
+        """Split this rank's tokens, (B, heads, S/P, ...): {chunk: (B, heads, tokens, ...)}."""
         local = self.chunks(self.rank)
         return dict(zip(local, x.split([self.size(chunk) for chunk in local], dim=2), strict=True))
 
     def bias(self, i, j, like):
-        """What is added to the scores of chunk i's queries and j's keys; None: nothing."""
+        """Return what is added to the scores of chunk i's queries and chunk j's keys, or None."""
         real, documents = self.mask.real, self.mask.documents
         if real is not None:
             seen = real[:, None, None, self.tokens[j]]
@@ -231,15 +231,15 @@ class Ring:
             seen = documents[..., self.tokens[i], None] == documents[..., None, self.tokens[j]]
         if i == j:
             causal = seen.new_ones(self.size(i), self.size(i)).tril()
-            seen = (seen | causal.mT) & causal  # padding sees itself, for a query needs a key
+            seen = (seen | causal.mT) & causal  # padding sees itself: every query needs a key
         return bias_of(seen, like).expand(-1, -1, self.size(i), -1)
 
     def pass_on(self, hop, leaving, k, home=None):
-        """Begin a hop: {chunk: what will come}, and the function that waits until it has.
+        """Begin a hop; return {chunk: tensor being received}, and a function that waits for them.
 
-        leaving: {chunk: (2, B, K, tokens, D)} of the `chunks_at` a hop; k: a rank's keys. home:
-        None, or, of gradients, their dtype: the last rank on a chunk's way sends it home, to the
-        first.
+        leaving: {chunk: (2, B, K, tokens, D)}, for all chunks here after `hop` hops; k: this rank's
+        keys. home: None for keys and values; for gradients their dtype: then the last rank on a
+        chunk's way sends the chunk's gradients home, to the first rank.
         """
         onward, back = self.along(self.rank, 1), self.along(self.rank, -1)
         sends = [(x, onward) for chunk, x in leaving.items() if self.last_hop[chunk] > hop]
@@ -256,9 +256,9 @@ class Ring:
 
 
 def ring_of(group, length, zigzag, mask=None):
-    """The `Ring` of a length and a mask, for all layers of a forward the same one.
+    """Return the `Ring` of a length and a mask, if possible the same for all layers of a forward.
 
-    mask: None, or of `MaskInfo.to_tensor`.
+    mask: None, or made by `MaskInfo.to_tensor`.
     """
     if mask is None:
         return build_ring(group, length, zigzag, None, None)
@@ -267,13 +267,13 @@ def ring_of(group, length, zigzag, mask=None):
     return build_ring(group, length, zigzag, mask, mask._version)
 
 
-@lru_cache(maxsize=2)  # one without a mask, which knows the order of the tokens, and one with it
+@lru_cache(maxsize=2)  # a ring without a mask, for the order of the tokens, and a ring with a mask
 def build_ring(group, length, zigzag, mask, version):
-    """A Ring. The cache tells masks apart by identity, and their values by the version.
+    """Build a Ring. The cache tells masks apart by identity, and a mask's values by the version.
 
-    It keeps the mask alive, so that no other tensor can have its identity.
+    The cache keeps the mask alive, so that no other tensor can have its identity.
     """
-    # A copy: should the mask be changed in place, a backward still needs what its forward saw.
+    # A copy of the mask: if it is changed in place, a backward still needs what its forward saw.
     info = None if mask is None else MaskInfo.from_tensor(mask.clone())
     return Ring(group, length, zigzag, info)
 
@@ -282,10 +282,10 @@ def build_ring(group, length, zigzag, mask, version):
 
 
 def travel(ring, k, v):
-    """Yield hop after hop (hop, pairs, here); the next keys and values come meanwhile.
+    """Yield (hop, pairs, here) for each hop, while the next keys and values come.
 
-    here: {chunk: its keys and values, (2, B, K, tokens, D)}. pairs: (i, j), of chunk i's queries
-    with chunk j's keys; those of i itself come first.
+    here: {chunk: its keys and values, (2, B, K, tokens, D)}. pairs: the (i, j) for which chunk i's
+    queries attend to chunk j's keys now; for each i, (i, i) comes first.
     """
     keys, values = ring.split(k), ring.split(v)
     here = {chunk: torch.stack([keys[chunk], values[chunk]]) for chunk in keys}
@@ -298,14 +298,14 @@ def travel(ring, k, v):
 
 
 def ring_forward(ring, q, k, v):
-    """As `RingAttention`: (outputs, log-sum-exps (B, N, S/P), what else the backward needs)."""
+    """Run `RingAttention`: (outputs, log-sum-exps (B, N, S/P), what else the backward needs)."""
     wide, queries = torch.promote_types(q.dtype, torch.float32), ring.split(q)
     merged, rest = {}, {}
     for _, pairs, here in travel(ring, k, v):
         for i, j in pairs:
             bias = ring.bias(i, j, q)
             o, lse, rest[i, j] = attend(queries[i], *here[j], i == j, bias)
-            if bias is not None and i > j:  # of a chunk that is all padding
+            if bias is not None and i > j:  # queries that see no key of this chunk
                 lse = lse.masked_fill((bias == -torch.inf).all(-1), -torch.inf)
             block = o.to(wide), lse.to(wide)
             merged[i] = merge(merged[i], block) if i in merged else block
@@ -314,7 +314,7 @@ def ring_forward(ring, q, k, v):
 
 
 def ring_backward(ring, grad, q, k, v, o, lse, rest):
-    """The gradients of q, k, v, from what `ring_forward` gave."""
+    """Compute the gradients of q, k, v, from what `ring_forward` took and returned."""
     wide = torch.promote_types(q.dtype, torch.float32)
     dq = torch.zeros_like(q, dtype=wide)
     queries, outputs, grads, sums, lses = map(ring.split, (q, o, grad, dq, lse))
@@ -339,7 +339,7 @@ def ring_backward(ring, grad, q, k, v, o, lse, rest):
 
 
 def add(coming, local, others):
-    """Gradients that have come, home or on their way: add them to this rank's part of them."""
+    """Add gradients that have come: those on their way to `others`, those come home to `local`."""
     for chunk, dkv in coming.items():
         (others if chunk in others else local)[chunk] += dkv
 
@@ -352,7 +352,7 @@ class RingAttention(torch.autograd.Function):
     k, v        (B, K, S/P, D)      travel                  travel; dk and dv follow, and go home
     o           (B, N, S/P, D)      merged, hop by hop      do: stays
 
-    Merged and added up in float32 at least, in which dk and dv travel, too.
+    Outputs are merged, and dq, dk and dv are added up and sent, in float32 at least.
     """
 
     @staticmethod
@@ -369,12 +369,12 @@ class RingAttention(torch.autograd.Function):
 
 @torch.compiler.disable  # messages between two ranks are no part of a graph
 def ring_attention(query, key, value, group, length=None, zigzag=False, mask=None):
-    """Causal attention of this rank's tokens to all: (B, N, S/P, D), of key, value (B, K, S/P, D).
+    """Attend causally from this rank's tokens to all: (B, N, S/P, D); key, value (B, K, S/P, D).
 
     length: S, by default P times this rank's tokens; P or more. zigzag: which tokens a rank has,
-    see `Ring`; `Ring(group, length, zigzag).order()` has all ranks' in turn. mask: None, or of
-    `MaskInfo.to_tensor`, which says more than causal. Raises ValueError for other tokens than
-    length says. Source: Ring Attention, arXiv 2310.01889, section 3.
+    see `Ring`; `Ring(group, length, zigzag).order()` lists all ranks' tokens in turn. mask: None if
+    only causal, or made by `MaskInfo.to_tensor`. Raises ValueError for a number of tokens that does
+    not fit `length`. Source: Ring Attention, arXiv 2310.01889, section 3.
     """
     length = seq_len(query.shape[2], group, length)
     return RingAttention.apply(query, key, value, ring_of(group, length, zigzag, mask))
@@ -383,10 +383,10 @@ def ring_attention(query, key, value, group, length=None, zigzag=False, mask=Non
 def attend_in_ring(
     module, query, key, value, attention_mask, dropout=0.0, scaling=None, sliding_window=None, **_
 ):
-    """`ring_attention` of a layer, as Hugging Face calls it: the output (B, S/P, N, D) and None.
+    """Run `ring_attention` as Hugging Face calls it; return the output (B, S/P, N, D) and None.
 
-    attention_mask: of `MaskInfo.to_tensor`. Raises ValueError for dropout and for a scaling of
-    scores by other than the root of D, UserError as `check_window` does.
+    attention_mask: made by `MaskInfo.to_tensor`. Raises ValueError for dropout, and for scores that
+    are not scaled by the root of D; UserError as `check_window` does.
     """
     if dropout:
         raise ValueError("attention dropout: not in a ring")
@@ -400,7 +400,7 @@ def attend_in_ring(
 
 
 class RingLlama(SequenceParallelLlama):
-    """Takes and gives full sequences, in order, as Task 4's; tokens are dealt out by a ring."""
+    """Takes and returns full sequences, in order, as Task 4's; a `Ring` deals out the tokens."""
 
     def order(self, length):
         return ring_of(self.get_group(), length, self.zigzag).order()
@@ -415,10 +415,10 @@ class RingLlama(SequenceParallelLlama):
 def ring_parallelize(model, mesh, zigzag=True):
     """Make a LlamaForCausalLM sequence-parallel in place, by a ring of the ranks of `mesh`.
 
-    It is used as one of `sequence_parallelize`; there may be more ranks than heads. A rank's own
-    tokens are `model.tokens(S)`, and the mask for them alone is `model.attention_mask_info(S)`.
-    Raises UserError for RoPE that depends on the length, ValueError as `check_ordinary` does and
-    for dropout.
+    It is used as a model after `sequence_parallelize`; there may be more ranks than heads. A rank's
+    own tokens are `model.tokens(S)`, and a forward of these tokens alone takes the mask
+    `model.attention_mask_info(S)`. Raises UserError for RoPE that depends on the length, ValueError
+    as `check_ordinary` does; for dropout of attention the forward raises it.
     """
     convert_attention(model, RingLlama, group_of_axis(mesh), "ring", attend_in_ring)
     for module in [model, *(layer.self_attn for layer in model.model.layers)]:
@@ -430,7 +430,7 @@ def ring_parallelize(model, mesh, zigzag=True):
 
 
 def comm_bytes_per_layer(model, B, S, group=None, num_kv_heads=None):
-    """Bytes that a rank, of so many KV heads, sends in one layer, forward and backward; means."""
+    """Return the bytes that a rank with num_kv_heads sends in a layer, forward, backward: means."""
     ring, dtype = Ring(group or model.get_group(), S, model.zigzag), model.dtype
     hops = sum(ring.size(chunk) * ring.last_hop[chunk] for chunk in range(len(ring.tokens)))
     num_kv_heads = num_kv_heads or heads_of(model)[1]
@@ -441,13 +441,13 @@ def comm_bytes_per_layer(model, B, S, group=None, num_kv_heads=None):
 
 
 def check_simplest(run, group, batch_size, length):
-    """Hold `ContiguousRing` against the unmodified model's attention, on random q, k, v.
+    """Compare `ContiguousRing` with the unmodified model's attention, on random q, k, v.
 
-    Compared are this rank's outputs, and its gradients of q, k, v under a random one of the
+    Compared are this rank's outputs, and its gradients of q, k, v, from a random gradient of the
     outputs.
     """
     config, length = run.source.config, max(length, group.size())  # each rank needs a token
-    # Its weights, on the meta device, are not needed: q, k, v are drawn.
+    # The layer's weights, on the meta device, are not needed: q, k, v are drawn.
     attention = run.source.empty_model().model.layers[0].self_attn
     shares = [shard_range(length, group.size(), rank) for rank in range(group.size())]
     sizes = [stop - first for first, stop in shares]
@@ -503,7 +503,7 @@ def main():
 
 
 def show(run, args):
-    """All checks of the model, its text, bytes, time and memory; and of the simplest form."""
+    """Run all checks of the model, its text, bytes, time and memory; and of the simplest form."""
     mesh = run.mesh("sp")
     parallelize = partial(ring_parallelize, mesh=mesh, zigzag=args.layout == "zigzag")
     harness.show_sequence(run, harness.Workload.of(args), mesh, parallelize, comm_bytes_per_layer)

@@ -19,10 +19,10 @@ groups; here N = 8, K = 4 (q0 q1 use k0, and so on):
     OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 2 tasks/tp_attention.py
 
 compares output, input gradient and weight gradients with the whole layer's on rank 0, at the
-assignment's size (1 x 128 x 4096), at Llama-3.2-1B's, and on layer 0 of --model. First by the test
-of the assignment's template: causal, .sum().backward(). Then causal, bidirectional, and causal with
-left padding, where gradients come from a random gradient of the output. Last comes the assignment's
-example: layer 5 of Llama-3.2-1B, 128 tokens, .norm().backward().
+assignment's size (1 x 128 x 4096), at Llama-3.2-1B's, and on layer 0 of --model. First it runs the
+test of the assignment's template: causal, .sum().backward(). Then it compares causal,
+bidirectional, and causal attention with left padding, with a random gradient of the output. Last
+comes the assignment's example: layer 5 of Llama-3.2-1B, 128 tokens, .norm().backward().
 """
 
 import torch
@@ -49,8 +49,8 @@ def tensor_parallelize_attention(attention, mesh):
     o_proj            (H, N D)      (H, N/P D)           row-parallel
 
     Shares may be uneven, see `shard_heads`; with more ranks than KV heads, a KV head is held by
-    several ranks and its gradient summed over them. Biases of q, k, v go with their heads; that
-    of o_proj must enter the sum over ranks once, so rank 0 of the axis has it.
+    several ranks and its gradient summed over them. Biases of q, k, v go with their heads; the
+    bias of o_proj must enter the sum over ranks once, so only rank 0 of the axis has it.
     Raises UserError for more ranks than query heads.
     Source: Megatron-LM, arXiv 1909.08053, section 3.
     """
@@ -87,23 +87,23 @@ def tensor_parallelize_attention(attention, mesh):
 
 
 def make_masks(batch_size, seq_len, dtype, device):
-    """{name: attention mask to add to the scores, (1 or B, 1, S, S), or None}.
+    """Return {name: attention mask to add to the scores, (1 or B, 1, S, S), or None}.
 
-    None is causal in SDPA, as the model runs it; in eager attention it is bidirectional, which here
-    takes a mask of zeros. ".sum()" is the template's, a causal mask.
+    With None, SDPA, which the model runs, is causal. (Eager attention would be bidirectional; here
+    that takes a mask of zeros.) ".sum()" names the causal mask of the assignment's template.
     """
     lowest = torch.finfo(dtype).min
     everything = torch.zeros(1, 1, seq_len, seq_len, dtype=dtype, device=device)
     causal = everything.masked_fill(torch.ones_like(everything).triu(1).bool(), lowest)
     padded = causal.repeat(batch_size, 1, 1, 1)
     padded[-1, :, :, : seq_len // 3] = lowest  # the last sequence is a third shorter
-    padded[-1, 0].fill_diagonal_(0)  # kernels differ on what sees nothing: padding sees itself
+    padded[-1, 0].fill_diagonal_(0)  # kernels differ if a token sees none: so padding sees itself
     kinds = {"causal": None, "bidirectional": everything, "causal, padded": padded}
     return kinds | {".sum()": causal}
 
 
 def attention_step(attention, x, loss, rotary_tables, mask):
-    """Forward, and loss(y).backward(): the output and the input gradient, both (B, S, H)."""
+    """Run forward and loss(y).backward(); return output and input gradient, (B, S, H) each."""
     attention.zero_grad()
     dtype = attention.q_proj.weight.dtype
     x = x.to(dtype, copy=True).requires_grad_()
@@ -116,7 +116,7 @@ def attention_step(attention, x, loss, rotary_tables, mask):
 
 
 def load_attention(run, config, read, mesh=None, layer_idx=0):
-    """A LlamaAttention filled by read(name, shard), or with `mesh` this rank's share of it."""
+    """Return a LlamaAttention, or with `mesh` this rank's share, filled by read(name, shard)."""
     config._attn_implementation = "sdpa"
     with torch.device("meta"):
         attention = LlamaAttention(config, layer_idx)
@@ -126,7 +126,7 @@ def load_attention(run, config, read, mesh=None, layer_idx=0):
 
 
 def make_inputs(run, config, batch_size, seq_len):
-    """From the seed: x and a gradient of the output, (B, S, H) both, and RoPE's tables."""
+    """Return x and a gradient of the output, (B, S, H) each, by the seed, and RoPE's tables."""
     torch.manual_seed(run.seed)
     x, upstream = torch.randn(2, batch_size, seq_len, config.hidden_size, dtype=torch.float32)
     x, upstream = x.to(run.device, run.dtype), upstream.to(run.device, run.dtype)
@@ -136,7 +136,7 @@ def make_inputs(run, config, batch_size, seq_len):
 
 
 def compare_template(run, title, references, parallel, x, *others):
-    """The test of the assignment's template: the forward, and .sum().backward() to the input."""
+    """Run the test of the assignment's template: forward, and .sum().backward() to the input."""
     results = attention_step(parallel, x, torch.sum, *others)
     expected = run.reference_values(
         lambda layer: attention_step(layer, x, torch.sum, *others), references
@@ -150,14 +150,14 @@ def compare_template(run, title, references, parallel, x, *others):
 
 
 def compare(run, title, reference, parallel, batch_size, seq_len):
-    """All checks of one layer. reference: on rank 0, None elsewhere."""
+    """Run all checks of one layer. reference: the full layer on rank 0, None elsewhere."""
     references, config = run.references(reference), parallel.config
     run.check_weights(title, parallel, references)
     x, upstream, rotary_tables = make_inputs(run, config, batch_size, seq_len)
     masks = make_masks(batch_size, seq_len, run.dtype, run.device)
     compare_template(run, title, references, parallel, x, rotary_tables, masks.pop(".sum()"))
 
-    def loss(y):  # its gradient is a random one, which no symmetry can hide behind
+    def loss(y):  # its gradient is random, so that no symmetry hides a mistake
         return (y * upstream).sum()
 
     for kind, mask in masks.items():
@@ -176,8 +176,8 @@ def compare(run, title, reference, parallel, batch_size, seq_len):
         run.check_same_bits(f"{title} {kind} output, same bits on all ranks", y)
         if kind == "causal":
             expected_causal = [whole[0] for whole in expected_y]
-    # The last kind's padding must not be attended to: with other padding, the same output behind
-    # it; and what is not padded, as without a mask.
+    # In the last kind no token may attend to padding: with other padding, the tokens behind it must
+    # have the same output; and a sequence without padding must have the output of the causal kind.
     changed, padding = x.clone(), seq_len // 3
     changed[-1, :padding] += 1
     changed_y, _ = attention_step(parallel, changed, loss, rotary_tables, mask)
@@ -201,7 +201,7 @@ def main():
 
 
 def show(run, args):
-    """Each of the shapes."""
+    """Run the checks of each shape."""
     for shape in args.shapes:
         if shape == "model":
             compare_model(run)
@@ -213,7 +213,7 @@ def show(run, args):
 
 
 def compare_model(run):
-    """Layer 0 of --model, with its own weights."""
+    """Compare layer 0 of --model, with its own weights."""
     config = run.source.config
 
     def read(name, shard=None):
@@ -225,9 +225,9 @@ def compare_model(run):
 
 
 def random_layers(run, shape, layer_idx=0):
-    """The reference (on rank 0) and the parallel layer, with Hugging Face's own initial weights.
+    """Return the reference (on rank 0) and the parallel layer, with Hugging Face's initial weights.
 
-    They come from the seed, on rank 0, which sends them; each rank keeps its slices.
+    Rank 0 draws the weights by the seed, and sends them; each rank keeps its slices.
     """
     sizes = ASSIGNMENT if shape == "assignment" else loading.PRESETS[shape]  # with its RoPE
     config, reference = LlamaConfig(**sizes, attn_implementation="sdpa"), None
@@ -239,7 +239,7 @@ def random_layers(run, shape, layer_idx=0):
 
 
 def show_example(run):
-    """The assignment's example of a layer by itself, computed by all ranks, printed as there."""
+    """Run the assignment's example of one layer on all ranks; print it as the assignment does."""
     reference, parallel = random_layers(run, "llama-3.2-1b", layer_idx=5)
     references = run.references(reference)
     x, _, rotary_tables = make_inputs(run, parallel.config, batch_size=1, seq_len=128)

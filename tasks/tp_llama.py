@@ -1,8 +1,8 @@
 """Task 2: a trained Llama, tensor-parallel, in one file.
 
 `tensor_parallelize(model, mesh)` turns Hugging Face's own LlamaForCausalLM tensor-parallel in
-place and from outside: it slices the weights and puts Megatron's f and g around the blocks. What
-Part 1 and Task 1 show one by one is here together, and a third split with it, the vocabulary:
+place and from outside: it slices the weights and puts Megatron's f and g around the blocks. The
+splits that Part 1 and Task 1 show one by one are here together, with a third, of the vocabulary:
 
     ids -> embedding rows V/P -> g -> [ norm -> f -> attention, N/P heads -> g -> + ]
                                       [ norm -> f -> MLP, F/P units       -> g -> + ] x layers
@@ -12,9 +12,9 @@ Part 1 and Task 1 show one by one is here together, and a third split with it, t
 
 Why split the vocabulary, where the assignment hints at splitting the embedding *dim* H? Llama-3.2
 ties the embedding to the LM head, so one split must serve both. Rows of the vocabulary suit the
-head: its logits come out split by token, and the loss needs three numbers a token from each rank,
-never the full (B, S, V), which at V = 128256 is the largest tensor of all. Split along H, the
-head would be row-parallel and would all-reduce that very tensor.
+head: its logits come out split over the vocabulary, and the loss needs three numbers a token from
+each rank, never the full logits (B, S, V), which at V = 128256 are the largest tensor of all. Split
+along H, the head would be row-parallel and would all-reduce that very tensor.
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 2 tasks/tp_llama.py
 
@@ -53,7 +53,7 @@ from utils.shards import (
     with_full_logits,
 )
 
-LOSS_TILE_BYTES = 2**28  # logits of more than that are never there all at once, for a loss
+LOSS_TILE_BYTES = 2**28  # for a loss, logits of more bytes are made in tiles of tokens
 
 # ---------------------------------------------------------------- the technique
 
@@ -61,7 +61,8 @@ LOSS_TILE_BYTES = 2**28  # logits of more than that are never there all at once,
 def tensor_parallelize(model, mesh, vocab_parallel=True, region_ops=None):
     """Make a LlamaForCausalLM tensor-parallel in place, over the ranks of `mesh`, of one axis.
 
-    Or what is built as one: Mistral, Qwen2, Qwen3, SmolLM3 (see `check_ordinary`).
+    Models that are built as one can be split, too: Mistral, Qwen2, Qwen3, SmolLM3 (see
+    `check_ordinary`).
 
                             full        local
     q_proj                  (N D, H)    (N/P D, H)      whole heads
@@ -74,13 +75,13 @@ def tensor_parallelize(model, mesh, vocab_parallel=True, region_ops=None):
     q_norm, k_norm          (D,)        (D,)            Qwen3's: replicated; gradients summed
 
     Shares may be uneven; with more ranks than KV heads each KV head is held by several ranks (see
-    `shard_heads`). The model is used as before: logits come out full, gathered from the ranks,
-    unless `labels` are given: then the loss is computed from the split logits, and
-    `output.logits` is this rank's (B, S, V/P), or None where they would take more than
-    `LOSS_TILE_BYTES`. Works on a model without memory (device meta) too.
+    `shard_heads`). The model is used as before. Logits come out full, gathered from the ranks; if
+    `labels` are given, the loss is computed from the split logits, and `output.logits` is this
+    rank's (B, S, V/P), or None where these would take more than `LOSS_TILE_BYTES`. Works on a model
+    without memory (device meta) too.
     region_ops: functions of (x, group), in place of f and g.
-    Raises UserError for more ranks than query heads or tokens, ValueError for a model that is split
-    already, or built otherwise.
+    Raises UserError for more ranks than query heads or vocabulary entries, ValueError for a model
+    that is split already, or built otherwise.
     Source: Megatron-LM, arXiv 1909.08053, section 3.
     """
     group, (enter, leave) = group_of_axis(mesh), region_ops or (copy_to_region, reduce_from_region)
@@ -122,7 +123,7 @@ def tensor_parallelize(model, mesh, vocab_parallel=True, region_ops=None):
 
 
 def f(module, args, kwargs, enter, group):
-    """A pre-hook: f in front of a block, whose input is positional or, attention's, a keyword."""
+    """Apply f to a block's input, as a pre-hook; attention takes its input as a keyword."""
     args = tuple(enter(x, group) for x in args)
     if "hidden_states" in kwargs:
         kwargs = kwargs | {"hidden_states": enter(kwargs["hidden_states"], group)}
@@ -130,12 +131,12 @@ def f(module, args, kwargs, enter, group):
 
 
 def g(module, args, y, leave, group):
-    """A hook: g behind a block's last layer."""
+    """Apply g to the output of a block's last layer, as a hook."""
     return leave(y, group)
 
 
 def split_vocabulary(model, group, enter=copy_to_region):
-    """Embedding, LM head and loss of `tensor_parallelize`, where the weights may be one (tied)."""
+    """Split embedding, LM head and loss over the vocabulary; both weights may be one (tied)."""
     vocab_size, ranks = model.config.vocab_size, group.size()
     if vocab_size < ranks:
         raise UserError(f"{ranks} ranks share {vocab_size} tokens: fewer ranks")
@@ -174,8 +175,8 @@ class VocabParallelEmbedding(nn.Embedding):
 class VocabParallelHead(nn.Linear):
     """Rows [start, stop) of an LM head: its logits are this rank's, (B, S, V/P).
 
-    Where a loss is wanted, and its logits would take more than `LOSS_TILE_BYTES` on some rank, it
-    passes hidden states on, and the loss makes the logits of a tile of tokens after another.
+    If a loss is wanted, and logits would take more than `LOSS_TILE_BYTES` on some rank, the head
+    passes hidden states on, and the loss makes the logits of one tile of tokens after another.
     """
 
     wants_loss = in_tiles = False
@@ -187,20 +188,20 @@ class VocabParallelHead(nn.Linear):
         return x if self.in_tiles else super().forward(x)
 
     def tile(self, dtype):
-        """How many tokens' logits take `LOSS_TILE_BYTES`, the same on all ranks."""
+        """Return how many tokens' logits take `LOSS_TILE_BYTES`, the same on all ranks."""
         wide = torch.promote_types(dtype, torch.float32)
         widest = -(-self.full_size // self.get_group().size())
         return max(1, LOSS_TILE_BYTES // (widest * wide.itemsize))
 
 
 def expect_loss(model, args, kwargs):
-    """A pre-hook: tell the LM head whether the model was given labels."""
+    """Tell the LM head, as a pre-hook, whether the model was given labels."""
     given = inspect.signature(model.forward).bind(*args, **kwargs).arguments
     model.lm_head.wants_loss = given.get("labels") is not None
 
 
 def expect_no_loss(model, args, output):
-    """A hook: of what is no longer logits, nothing is returned; the LM head is as before."""
+    """Return None for logits, as a hook, if the head passed hidden states on; reset the head."""
     head = model.lm_head
     if head.in_tiles and isinstance(output, tuple):  # return_dict=False: the loss comes first
         output = output[0], None, *output[2:]
@@ -214,14 +215,15 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
     """Cross-entropy of every token from logits that are split over the vocabulary.
 
                 per rank        forward                         backward
-    logits      (T, V/P)        largest logit, sum of the       softmax - onehot, local
-                                exponentials of logits minus
-                                it, target's logit or 0
+    logits      (T, V/P)        largest logit, sum of all       softmax - onehot, local
+                                exp(logit - largest), and
+                                target's logit or 0
     loss        (T,)            all-gather of these 3 T numbers
 
-    loss = log sum exp(logits - largest) - (target's logit - largest), with the largest of all V;
-    each rank's sum, which is of its own largest, is scaled to that. Nothing of size V is sent or
-    gathered. (Megatron-LM has three all-reduces.) Half precision is computed in float32.
+    loss = log sum exp(logits - largest) - (target's logit - largest), with the largest of all V
+    logits. Each rank makes its sum with its own largest logit, and all sums are rescaled to the
+    largest of all. Nothing of size V is sent or gathered. (Megatron-LM has three all-reduces.)
+    Half precision is computed in float32.
     """
 
     @staticmethod
@@ -253,11 +255,11 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 def vocab_parallel_cross_entropy(
     logits, labels, group, ignore_index=-100, reduction="mean", rows=None
 ):
-    """`F.cross_entropy` of logits (..., V/P), split over `group`, and labels (...); on all ranks.
+    """Compute `F.cross_entropy`, on all ranks of `group`, of logits (..., V/P) and labels (...).
 
-    reduction: "mean", "sum" or "none". rows: [start, stop), which of the vocabulary this rank has;
-    by default all ranks have as many. Labels are the same on all ranks; which are outside the
-    vocabulary is not checked. Each rank's logits get their own gradient, without a sum over ranks.
+    reduction: "mean", "sum" or "none". rows: this rank's part of the vocabulary, [start, stop); by
+    default all ranks' parts are equal. Labels are the same on all ranks, and are not checked to be
+    in the vocabulary. Each rank's logits get their own gradient, without a sum over ranks.
     """
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction {reduction!r}: not mean, sum or none")
@@ -274,9 +276,9 @@ def vocab_parallel_cross_entropy(
 
 
 def sum_of_vocab_parallel_losses(model, logits, targets, ignore_index=-100):
-    """Sum over tokens of the cross-entropy, on all ranks; (B, S, V/P), (B, S) -> a scalar.
+    """Sum the cross-entropy over tokens, on all ranks; (B, S, V/P), (B, S) -> a scalar.
 
-    Or of hidden states (B, S, H), where the LM head has passed them on.
+    logits: or hidden states (B, S, H), where the LM head has passed them on.
     """
     head = model.lm_head
     group, rows = head.get_group(), head.rows
@@ -299,11 +301,12 @@ def vocab_parallel_loss(
     shift_labels=None,
     **kwargs,
 ):
-    """Mean next-token loss, the same on all ranks, from logits (B, S, V/P) and labels (B, S).
+    """Return the mean next-token loss, on all ranks, of logits (B, S, V/P) and labels (B, S).
 
-    Takes the place of Hugging Face's loss: labels are the input tokens and are shifted here,
-    `ignore_index` marks tokens without loss, and the mean is over the rest or, as its Trainer
-    wants it, over `num_items_in_batch`. Raises ValueError and IndexError as `next_tokens` does.
+    It takes the place of Hugging Face's loss: labels are the input tokens and are shifted here,
+    `ignore_index` marks tokens without loss, and the sum is divided by the number of other tokens,
+    or, as its Trainer wants it, by `num_items_in_batch`. Raises ValueError and IndexError as
+    `next_tokens` does.
     """
     size = logits.shape[:2]
     targets = next_tokens(labels, size, vocab_size, ignore_index, shift_labels)
@@ -328,7 +331,7 @@ def main():
 
 
 def show(run, args):
-    """All checks of the model, its text, time and memory."""
+    """Run all checks of the model, its text, time and memory."""
     mesh = run.mesh("tp")
 
     def parallelize(model):

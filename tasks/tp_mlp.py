@@ -22,7 +22,7 @@ Two questions that the assignment leaves open:
 
 * Recomputation and dropout. A block that is recomputed in the backward must drop the same values
   again. `torch.utils.checkpoint` restores the random state for that; a hand-written autograd
-  function that calls the block again does not. The check `recomputed with dropout` would see it.
+  function that calls the block again does not. The check `recomputed with dropout` would fail.
 * Do the gradients of the (replicated) norm have to be summed over ranks? No. f stands between the
   norm and the sharded layers, so what enters the norm's backward is summed already, and the norm's
   input is the same on all ranks: each rank computes the full gradient. The checks compare it with
@@ -42,13 +42,13 @@ from utils.collectives import copy_to_region, group_of_axis, reduce_from_region
 from utils.partition import shard_range
 from utils.shards import keep_shard
 
-# What the assignment prints for its demo: first and last three of the outputs and input gradients.
+# What the assignment prints for its demo: the first and the last three outputs and input gradients.
 GOLDEN_OUTPUTS = [-0.1145, 0.0160, 0.0500, -0.1455, 0.1126, -0.0192]
 GOLDEN_INPUT_GRAD = [0.0343, -0.2492, -0.1858, -0.0541, 0.0388, -0.1529]
 
 
 class Block(nn.Module):
-    """norm(x), then the MLP; dropout(y) too, to have something random to recompute."""
+    """Norm, MLP and dropout, which is there to have something random to recompute."""
 
     def __init__(self, config):
         super().__init__()
@@ -57,7 +57,7 @@ class Block(nn.Module):
         self.dropout = 0.0
 
     def forward(self, x):
-        """(B, S, H) -> (B, S, H). All ranks drop alike: the output is the same on all of them."""
+        """(B, S, H) -> (B, S, H). All ranks drop the same values, so all have the same output."""
         return dropout(self.mlp(self.norm(x)), self.dropout)
 
 
@@ -69,8 +69,8 @@ def tensor_parallelize_mlp(mlp, mesh):
     up_proj       (F, H)      (F/P, H)      column-parallel
     down_proj     (H, F)      (H, F/P)      row-parallel
 
-    F need not divide by P. A bias of gate_proj and up_proj is split with its units; that of
-    down_proj must enter the sum over ranks once, so rank 0 of the axis has it.
+    F need not divide by P. Biases of gate_proj and up_proj are split with their units; the bias of
+    down_proj must enter the sum over ranks once, so only rank 0 of the axis has it.
     Source: Megatron-LM, arXiv 1909.08053, section 3.
     """
     group = group_of_axis(mesh)
@@ -89,7 +89,7 @@ def tensor_parallelize_mlp(mlp, mesh):
 
 
 def load_block(run, config, read, parallelize=None):
-    """A Block filled by read(name, shard), or what parallelize(block) leaves of it on this rank."""
+    """Return a Block, or what parallelize(block) leaves of it here, filled by read(name, shard)."""
     with torch.device("meta"):
         block = Block(config)
     if parallelize:
@@ -98,7 +98,7 @@ def load_block(run, config, read, parallelize=None):
 
 
 def make_demo(run, hidden_size, intermediate_size, parallelize):
-    """The assignment's block on rank 0, this rank's share of it, and its input, (1, H).
+    """Return the assignment's block (on rank 0), this rank's share of it, and its input, (1, H).
 
     Rank 0 builds the block from the seed and sends its weights; each rank keeps its slices.
     """
@@ -114,7 +114,7 @@ def make_demo(run, hidden_size, intermediate_size, parallelize):
 
 
 def block_step(block, x, upstream=None, recompute=False):
-    """One forward and backward; returns the output and the input gradient, both like x.
+    """Run one forward and backward; return the output and the input gradient, both like x.
 
     upstream: gradient of the output; default ones, which is the assignment's .sum().backward().
     recompute: keep no activations of the block but its input, and run it again in the backward.
@@ -122,21 +122,21 @@ def block_step(block, x, upstream=None, recompute=False):
     block.zero_grad()
     x = x.to(block.norm.weight.dtype, copy=True).requires_grad_()
     y = checkpoint(block, x, use_reentrant=False) if recompute else block(x)
-    assert x.grad is None  # the assignment's own
+    assert x.grad is None  # the assignment's own assertion
     y.backward(torch.ones_like(y) if upstream is None else upstream.to(y.dtype))
     return y.detach(), x.grad
 
 
 def compare(run, title, reference, parallel, x):
-    """All checks of one block. reference: on rank 0, None elsewhere; x: the same on all ranks.
+    """Run all checks of one block. reference: on rank 0, None elsewhere; x: the same on all ranks.
 
-    Returns output and input gradient under .sum(): the parallel ones, and of each the reference's
-    and, below float64, the wider reference's.
+    Returns the parallel block's output and input gradient under .sum(); and, for each of these two,
+    a list of the reference's and, below float64, the wider reference's.
     """
     references = run.references(reference)
     run.check_weights(title, parallel, references)
-    # As the assignment has it: .sum() as the loss. expected_y: the reference's, and below float64
-    # the wider reference's, against which `tolerance.py` holds both.
+    # The loss is .sum(), as in the assignment. expected_y: the reference's output, and below
+    # float64 the wider reference's, with which `tolerance.py` compares both y and the reference's.
     y, x_grad = block_step(parallel, x)
     expected_y, expected_x_grad = run.reference_values(
         lambda block: block_step(block, x), references
@@ -149,7 +149,7 @@ def compare(run, title, reference, parallel, x):
     run.check_same_bits(f"{title} output, same bits on all ranks", y)
     run.check_same_bits(f"{title} norm grad, same bits on all ranks", parallel.norm.weight.grad)
 
-    # Every gradient, with a random gradient of the output, which no symmetry can hide behind.
+    # Every gradient, from a random gradient of the output, so that no symmetry hides a mistake.
     torch.manual_seed(run.seed)
     upstream = torch.randn_like(x)
     actual = block_step(parallel, x, upstream)[1]
@@ -166,7 +166,7 @@ def compare(run, title, reference, parallel, x):
         results.append([*block_step(parallel, x, upstream, recompute)])
         results[-1] += [parameter.grad for parameter in parallel.parameters()]
     counter.remove()
-    # One forward where activations are kept; where not, another one in the backward.
+    # One forward where activations are kept; one more, in the backward, where they are not.
     run.check(f"{title} forwards", [(torch.tensor(len(calls)), torch.tensor(3))], tolerance=0.0)
     dropped = results[0][0]
     run.check_same_bits(f"{title} with dropout, same bits on all ranks", dropped)
@@ -197,7 +197,7 @@ def main():
 
 
 def show(run, args):
-    """The first MLP of --model, with its own sizes and weights; then the assignment's block."""
+    """Check the first MLP of --model, with its sizes and weights; then the assignment's block."""
     mesh = run.mesh("tp")
 
     def parallelize(block):
@@ -219,7 +219,7 @@ def show(run, args):
     if (*sizes, run.seed) == (4096, 14336, 1337) and run.dtype != torch.bfloat16:
         run.check_golden("output", y, GOLDEN_OUTPUTS)
         run.check_golden("input grad", x_grad, GOLDEN_INPUT_GRAD)
-    if run.dtype == torch.float32:  # the assignment's bound, for rank 0 alone: float32's rounding
+    if run.dtype == torch.float32:  # rank 0's own rounding, by the assignment's bound
         for what, (rounded, exact) in zip(("output", "input_grad"), expected, strict=True):
             run.check_allclose("reference", f"float32 {what}", rounded, exact, f"float64 {what}")
 

@@ -1,4 +1,4 @@
-"""Neighbour: tensor parallelism from nothing: one product and two layers, split by hand.
+"""From a neighbouring tutorial: tensor parallelism from nothing, a product and two layers by hand.
 
 The place to begin. A product y = x @ w has an x of (m, k), which every rank holds, and a w of
 (k, n), which is split: P ranks hold a part each. There are two ways to split it.
@@ -24,9 +24,9 @@ fc1's output are all that its rows of fc2 need, so nothing is sent between the l
     OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 2 tasks/tp_naive.py
 
 multiplies whole numbers, (3, 4) by (4, 6), both ways, and trains two layers for two iterations:
-first of 128 x 128, then fc1 and fc2 from --model, the up_proj and down_proj of its first MLP. It
-prints each rank's model, output, loss and gradient of fc1, and compares them with one rank's.
-(Megatron-LM, arXiv 1909.08053, section 3, calls f and g so. Next: tp_mlp.py.)
+first layers of 128 x 128, then --model's: fc1 and fc2 are up_proj and down_proj of its first MLP.
+It prints each rank's model, output, loss and gradient of fc1, and compares them with one rank's.
+(The names f and g are from Megatron-LM, arXiv 1909.08053, section 3. Next: tp_mlp.py.)
 """
 
 from functools import partial
@@ -56,7 +56,7 @@ def forward_by_columns(x, w_columns, n, group):
 
 
 def backward_by_columns(dy, x, w_columns, group):
-    """From dy (m, n), the gradient of y, compute dx (m, k) and dw of this rank's columns."""
+    """Compute dx (m, k) and this rank's columns of dw, given dy (m, n), the gradient of y."""
     first, stop = share_of(dy.shape[1], group)
     dy_columns = dy[:, first:stop]
     dx = all_reduce(dy_columns @ w_columns.T, group)
@@ -72,7 +72,7 @@ def forward_by_rows(x, w_rows, group):
 
 
 def backward_by_rows(dy, x, w_rows, group):
-    """From dy (m, n), the gradient of y, compute dx (m, k) and dw of this rank's rows."""
+    """Compute dx (m, k) and this rank's rows of dw, given dy (m, n), the gradient of y."""
     first, stop = share_of(x.shape[1], group)
     x_columns = x[:, first:stop]
     dx_columns = dy @ w_rows.T  # (m, k/P)
@@ -85,7 +85,7 @@ def backward_by_rows(dy, x, w_rows, group):
 
 
 class TwoLayers(nn.Module):
-    """The model on one rank."""
+    """fc2(fc1(x)), whole, as on one rank."""
 
     def __init__(self, size, hidden_size, bias=False):
         super().__init__()
@@ -112,7 +112,7 @@ class CopyToRanks(torch.autograd.Function):
 
 
 class SumOverRanks(torch.autograd.Function):
-    """g: each rank has a part of the sum y, so the gradient of its part is that of y."""
+    """g: each rank has a part of the sum y, so the gradient of its part is the gradient of y."""
 
     @staticmethod
     def forward(ctx, y, group):
@@ -166,7 +166,7 @@ class RowLinear(nn.Module):
 
 
 def split_two_layers(model, group):
-    """Split TwoLayers in place. Each rank of `group` keeps its slices, and calls this."""
+    """Split TwoLayers in place. All ranks of `group` call this, and each keeps its slices."""
     model.fc1 = ColumnLinear(model.fc1, group)
     model.fc2 = RowLinear(model.fc2, group)
     return model
@@ -187,7 +187,7 @@ def main():
 
 
 def show(run, args):
-    """The product, then two layers twice: random ones, and those of --model."""
+    """Show the product, and then the training of two layers: random layers, and --model's."""
     group = group_of_axis(run.mesh("tp"))
     name = run.source.name  # a --model that cannot be used is refused before anything is shown
     run.print_in_order(f"rank={run.rank}, world_size={run.world_size}")
@@ -199,7 +199,7 @@ def show(run, args):
 
 
 def show_product(run, group):
-    """(3, 4) times (4, 6), whole numbers in float32, so that nothing is rounded."""
+    """Multiply (3, 4) by (4, 6), whole numbers in float32, so that nothing is rounded."""
     x = torch.arange(12.0, device=run.device).view(3, 4)
     w = torch.arange(24.0, device=run.device).view(4, 6)
     dy = torch.arange(18.0, device=run.device).view(3, 6) % 5 - 2
@@ -226,14 +226,14 @@ def show_product(run, group):
 
 
 def random_layers(run, split=None):
-    """Two layers of 128 x 128, from the seed: the same on every rank, before they are split."""
+    """Return two layers of 128 x 128, by the seed the same on every rank before they are split."""
     torch.manual_seed(run.seed)
     layers = TwoLayers(128, 128)
     return run.place(split(layers) if split else layers)
 
 
 def layers_of_model(run, split=None):
-    """fc1 and fc2 are up_proj and down_proj of the model's first MLP; biases where it has them."""
+    """Return up_proj and down_proj of the model's first MLP as fc1 and fc2, with their biases."""
     config = run.source.config
     with torch.device("meta"):
         layers = TwoLayers(config.hidden_size, config.intermediate_size, config.mlp_bias)
@@ -248,7 +248,7 @@ def layers_of_model(run, split=None):
 
 
 def train_step(model, x, target):
-    """One forward and backward: outputs, x's gradient and squared errors, (B, size) each.
+    """Run a forward and backward; return outputs, x's gradient, squared errors, (B, size) each.
 
     The loss is the mean of the squared errors. Each parameter's gradient is in its .grad.
     """
@@ -262,14 +262,14 @@ def train_step(model, x, target):
 
 
 def show_training(run, title, reference, model, args):
-    """Iterations of SGD on a batch, beside the reference, which rank 0 has; None elsewhere."""
+    """Train by SGD on a batch, beside the reference, which rank 0 has; it is None elsewhere."""
     references = run.references(reference)
     run.print0(f"--- two layers, {title}")
     run.print0(f"model of one rank: {reference}")
     run.print_in_order(f"model (rank={run.rank}): {model}")
     run.check_weights(title, model, references, unsplit=())
     run.longest_sum = max(model.size, model.hidden_size)  # nothing here sums over a vocabulary
-    torch.manual_seed(run.seed + 1)  # x and target: on every rank the same, and not the weights
+    torch.manual_seed(run.seed + 1)  # x and target: alike on every rank, but unlike the weights
     x, target = torch.randn(2, args.batch_size, model.size, dtype=torch.float32)
     x, target = x.to(run.device, run.dtype), target.to(run.device, run.dtype)
     for number in range(args.iterations):
@@ -283,9 +283,9 @@ def show_training(run, title, reference, model, args):
 
 
 def compare(run, title, model, references, actual, expected, lr):
-    """One iteration: print what each rank has, and check it.
+    """Print what each rank has after an iteration, and check it.
 
-    actual: what train_step returns; expected: of each of these the references'.
+    actual: the three tensors that train_step returned; expected: for each, those of the references.
     """
     (y, x_grad, errors), (expected_y, expected_x_grad, expected_errors) = actual, expected
     loss, expected_losses = errors.mean(), [one.mean() for one in expected_errors]
@@ -299,7 +299,7 @@ def compare(run, title, model, references, actual, expected, lr):
     run.show_texts("fc1_grad", harness.brief(expected_grad), part)
     run.show("input grad", expected_x_grad[0], x_grad)
     run.check(f"{title}: outputs", [(y, *expected_y)])
-    # Chance decides how far off a single number is: by as much as what it is the mean of.
+    # A single number, such as the loss, is off by chance: its bound is the error of its terms.
     own_error = harness.error_of_mean(*expected_errors)
     run.check(f"{title}: loss", [(loss, *expected_losses)], own_error=own_error)
     run.check(f"{title}: input grad", [(x_grad, *expected_x_grad)])

@@ -1,7 +1,7 @@
-"""Neighbour: training with tensor parallelism: the same five losses, and a part of the memory.
+"""From a neighbouring tutorial: training with TP, with the same losses and a part of the memory.
 
-After the tensor-parallel README of a neighbour, on our Llama (its product and its two layers are in
-tp_naive.py). Five iterations of SGD, of a sentence and of a padded batch, with Task 2's two splits,
+It runs the tutorial's experiments on our Llama (the tutorial's product and two layers are in
+tp_naive.py): five iterations of SGD, on a sentence and on a padded batch, with Task 2's two splits,
 one at a time and together, each against the unmodified model on one rank:
 
                             TP              loss parallel   both
@@ -9,12 +9,13 @@ one at a time and together, each against the unmodified model on one rank:
     embedding, LM head      whole           1/P             1/P
     logits, their gradient  whole           1/P             1/P
     sent: f, g of a block   yes             no              yes
-    of the vocabulary       no              yes             yes
+    sent: the vocabulary's  no              yes             yes
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 2 tasks/tp_training.py
 
 `--profile` records instead what tensors hold over a step. With a large vocabulary it is the logits,
-T x V numbers for T tokens: Hugging Face's loss has three such at once, Task 2's two of 1/P each.
+T x V numbers for T tokens: Hugging Face's loss has three such tensors at once, Task 2's loss has
+two, of 1/P each.
 `--trace FILE` keeps what torch.profiler recorded, to be looked at in Perfetto or chrome://tracing.
 """
 
@@ -36,7 +37,7 @@ from utils.shards import refuse_if_split
 
 
 def split_loss_alone(model, mesh):
-    """Loss parallel: the vocabulary split, and the layers whole, on each rank the same."""
+    """Split the vocabulary alone (loss parallel): each rank has the same, whole layers."""
     refuse_if_split(model)
     split_vocabulary(model, group_of_axis(mesh))
 
@@ -86,7 +87,7 @@ def main():
 
 
 def show(run, args):
-    """The trainings; or the memory."""
+    """Show the trainings, or with --profile the memory."""
     mesh = run.mesh("tp")
     if args.profile:
         return profile(run, mesh, args)
@@ -103,28 +104,28 @@ def show(run, args):
 
 
 def check_split(run, name, model, references=None):
-    """A model's weights are slices of the whole one's, all that its split is of."""
+    """Check that a model's weights are slices of the full model's, where its split has slices."""
     if references is None:
         references = [one for one in [run.load_reference()] if one]
     run.check_weights(name, model, references, unsplit=("norm", *SPLITS[name][1]))
 
 
 def show_training(run, mesh, batch, lr, iterations):
-    """The splits beside the unmodified model: each loss, and what the iterations change."""
+    """Compare each split with the unmodified model: all losses, and the changes of parameters."""
     ids, mask, _ = batch
     only, exactly = harness.compared_layers(run), run.dtype != torch.bfloat16
     references = [one for one in [run.load_reference()] if one]
     references += [harness.wider_copy(one) for one in references if run.dtype in harness.WIDER]
 
     def trained(model, loss):
-        """The losses; and each parameter's gradient is what training has changed."""
+        """Train; return the losses. Each parameter's .grad is then its change by the training."""
         steps = partial(
             harness.train_on_batch, model, loss, batch, SGD(model.parameters(), lr), iterations
         )
         return harness.keep_changes(list(model.parameters()), steps)[1]
 
     def expect(model):
-        """Those of the unmodified model, and the tokens' losses that they are the means of."""
+        """Return an unmodified model's losses, and the tokens' losses of which they are means."""
         kept = []
 
         def loss(model, labels, **inputs):
@@ -165,7 +166,7 @@ def show_training(run, mesh, batch, lr, iterations):
 
 
 def profile(run, mesh, args):
-    """What tensors hold over a step: one process, TP with whole logits, and with split ones."""
+    """Record what tensors hold over a step: of one process, TP, and TP with split logits."""
     ids, _, _ = harness.make_batch(run, args.batch_size, args.seq_len)
     V, memory = run.source.config.vocab_size, {}
     size = f"{args.batch_size} x {args.seq_len} tokens"

@@ -1,7 +1,8 @@
 """Bonus: tensor x sequence parallelism, on a mesh of two axes.
 
-Of P = sp x tp ranks, those of one row share the weights of a Llama, as in Task 2; those of one
-column have the same part of them, and share the tokens. A rank computes (with Task 2's f and g)
+The mesh has P = sp x tp ranks. The ranks of a row share the weights of a Llama, as in Task 2; the
+ranks of a column have the same part of the weights, and share the tokens. A rank computes (with
+Task 2's f and g)
 
     ids (B, S) -> its S/sp tokens -> embedding rows V/tp -> g
     layer:  norm -> f -> q, k, v of N/tp heads, (B, S/sp, (N + 2K)/tp, D)
@@ -12,10 +13,11 @@ column have the same part of them, and share the tokens. A rank computes (with T
             -> o_proj -> g -> + -> norm -> f -> MLP, F/tp units -> g -> +
     -> norm -> f -> LM head, rows V/tp -> logits (B, S/sp, V/tp) -> loss from log-sum-exps
 
-Gradients of a column are parts of a sum: one all-reduce along sp, of a tp-th of the weights.
+The gradients on a column's ranks are parts of a sum: one all-reduce along sp, of 1/tp of the
+weights, adds them up.
 
-`--megatron-sp` splits norms along tp by tokens (`mesh/megatron_sp.py`), and sequences are padded to
-a multiple of the ranks.
+`--megatron-sp` splits norms along tp by tokens (`mesh/megatron_sp.py`); sequences are then padded
+to a multiple of the ranks.
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 4 tasks/tp_ulysses.py --tp 2 --sp 2
 
@@ -44,7 +46,7 @@ from utils.shards import ReplicatedKVLinear
 
 
 def fewest_heads(config, tp):
-    """Query heads of the rank that has the fewest of them, of so many along tp."""
+    """Return how many query heads the rank has that has the fewest of the `tp` ranks."""
     N, K = config.num_attention_heads, config.num_key_value_heads
     shares = (shard_heads(N, K, tp, rank)[0] for rank in range(tp))
     return min(stop - first for first, stop in shares)
@@ -53,10 +55,10 @@ def fewest_heads(config, tp):
 def parallelize_tp_sp(model, mesh, sequence="ulysses", megatron_sp=False, ulysses=1, zigzag=True):
     """Make a LlamaForCausalLM parallel in place on a mesh of the axes "sp" and "tp".
 
-    sequence: "ulysses", "ring" or "usp", the last with so many neighbours that exchange heads;
-    zigzag: of rings.
-    It is used as Task 4's: call `sum_gradients(..., mesh["sp"])` after the backward. Raises, on all
-    ranks, UserError for more ranks of an axis than it has heads to share out.
+    sequence: "ulysses", "ring" or "usp". ulysses: with "usp", how many neighbours exchange heads;
+    it divides sp. zigzag: how rings deal out tokens.
+    The model is used as Task 4's: call `sum_gradients(..., mesh["sp"])` after the backward. Raises
+    UserError, on all ranks, for more ranks along an axis than there are heads to share out.
     """
     tp, sp, N = mesh["tp"], mesh["sp"], model.config.num_attention_heads
     exchange = {"ulysses": sp.size(), "ring": 1, "usp": ulysses}[sequence]
@@ -90,9 +92,10 @@ def parallelize_tp_sp(model, mesh, sequence="ulysses", megatron_sp=False, ulysse
 
 
 def ulysses_degree(ranks, num_kv_heads, machine):
-    """The size of a Ulysses group: at least one KV head for each rank, and all on one machine.
+    """Return the largest size of a Ulysses group with a KV head for each rank, on one machine.
 
-    (More would send KV heads twice, or all heads from machine to machine.) machine: ranks on one.
+    (A larger group would send KV heads twice, or all heads from machine to machine.) machine: how
+    many of the ranks are on one machine.
     """
     return max(
         u for u in range(1, ranks + 1) if ranks % u == 0 and u <= max(1, min(num_kv_heads, machine))
@@ -103,7 +106,7 @@ def ulysses_degree(ranks, num_kv_heads, machine):
 
 
 def comm_bytes_per_layer(model, B, S, mesh, sequence, megatron_sp):
-    """Bytes that a rank sends in one layer, forward and backward; the mean over its column."""
+    """Return the bytes a rank sends in one layer, forward and backward: means over its column."""
     import ring_attention
     import ulysses_forward
 
@@ -126,8 +129,8 @@ def comm_bytes_per_layer(model, B, S, mesh, sequence, megatron_sp):
             for of in ring_attention.comm_bytes_per_layer(model, B, S, ring, num_kv_heads)
         ]
     e, H = model.dtype.itemsize, model.config.hidden_size
-    half = (P - 1) / P * B * S / mesh["sp"].size() * H * e  # of an all-reduce
-    # Two blocks a layer, and the embedding; backward, what is summed of weights, too.
+    half = (P - 1) / P * B * S / mesh["sp"].size() * H * e  # of an all-reduce's bytes
+    # Forward: two blocks a layer, and the embedding. The backward also sums gradients of weights.
     forward, backward = (4 * L + 1, 4 * L + 1) if megatron_sp else (4 * L + 2, 4 * L)
     weights = megatron_sp * (2 + 1 / L) * 2 * (P - 1) / P * H * e
     if isinstance(attention.k_proj, ReplicatedKVLinear):  # several ranks hold one KV head
@@ -164,10 +167,10 @@ def main():
 
 
 def default_tp(config, ranks, sequence):
-    """How many ranks tp has if nobody says it: 2 of an even number, else 1.
+    """Return the default number of ranks along tp: 2 if the ranks are an even number, else 1.
 
-    Where that leaves too few heads, to share out or for Ulysses to exchange, the next larger number
-    that does not, or else a smaller one.
+    If that leaves too few heads, to share out or for Ulysses to exchange, return the next larger
+    number that leaves enough, or else a smaller number.
     """
     usual = 2 - ranks % 2
     divisors = [tp for tp in range(1, ranks + 1) if ranks % tp == 0]
@@ -179,7 +182,7 @@ def default_tp(config, ranks, sequence):
 
 
 def show(run, args):
-    """All checks of the model, its text, bytes, time and memory."""
+    """Run all checks of the model, its text, bytes, time and memory."""
     config = run.source.config
     tp = args.tp or (None if args.sp else default_tp(config, run.world_size, args.sequence))
     sp, tp = sides_of(run.world_size, "sp", "tp", args.sp, tp)
@@ -215,7 +218,8 @@ def show(run, args):
         local = torch.arange(S)[model.tokens(S)]
         return local.view(tp, -1)[mesh["tp"].get_local_rank()] if args.megatron_sp else local
 
-    # Of more than two ranks, sums of few bytes by gloo, or in half precision, are other messages.
+    # Along more than two ranks, a sum of few bytes by gloo, or a sum in half precision, is made of
+    # other messages, with other numbers of bytes.
     exact = tp <= 2 or dist.get_backend(mesh["tp"].get_group()) == SHARED_MEMORY
     unsplit = "norm" if tp > 1 else ""
     workload, how = harness.Workload.of(args), {"unsplit": (unsplit,), "exact": exact}

@@ -13,23 +13,23 @@ and its core, `local_loss`:
 
 * Labels are shifted by one before they are split: the next token may be on the next rank.
 * With --pack a row holds several documents, each behind a copy of the virtual prompt, and what is
-  left is filler. Positions restart, and a token sees its own document alone. It changes nothing but
-  speed: loss and gradients are those of the documents one by one.
+  left is filler. Positions restart, and a token sees its own document alone. Packing changes
+  nothing but speed: loss and gradients are those of the documents one by one.
 
       row     v0 ... v31 t0 ... t40 | v0 ... v31 t0 ... t22 | filler, without a label
 
 * The loss is the sum over all ranks' tokens, divided by the number of labels on all ranks. A mean
-  of the ranks' means would weigh tokens by who holds them. A rank without a label adds 0, and takes
-  part in every collective.
-* What is trained is replicated. Each rank's gradient is its tokens' part of a sum; one all-reduce
-  before the optimizer, and the replicas stay the same to the last bit.
+  of the ranks' means would weigh a token by the rank that holds it. A rank without a label adds 0,
+  and takes part in every collective.
+* What is trained is replicated. Each rank's gradient is its tokens' part of a sum. One all-reduce
+  before the optimizer adds the parts up, and the replicas stay the same to the last bit.
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 2 tasks/ulysses_finetune.py
 
 first trains three steps beside a single-rank run of the unmodified model under plain PEFT, and
-compares losses, gradients before the optimizer, and parameters after it. Then it trains. Into
---output-dir goes the adapter, which plain PEFT opens, and checkpoints, from which a killed job goes
-on to the same bits, by itself under `torchrun --max-restarts`.
+compares losses, gradients before the optimizer, and parameters after it. Then it trains. In
+--output-dir it leaves the adapter, which plain PEFT opens, and checkpoints. From these a killed job
+goes on to the same bits; under `torchrun --max-restarts` it does so by itself.
 """
 
 import math
@@ -51,7 +51,7 @@ from utils.replicas import sum_gradients
 from utils.sequence import documents_of, sum_of_losses
 
 LR = {"prompt": 1e-3, "lora": 1e-3, "none": 1e-4}
-# Flags that must be the same where a checkpoint is continued.
+# Flags that must be the same when a checkpoint is continued.
 SAME = (
     "peft",
     "attention",
@@ -83,7 +83,7 @@ def local_loss(model, ids, embed=None, labels=None, position_ids=None, attention
     logits                              (B, S/P, V)
     """
     length = ids.shape[1]
-    local = model.tokens(length)  # which of them this rank has
+    local = model.tokens(length)  # which tokens this rank has
     embed = embed or model.get_input_embeddings()
     if position_ids is None:
         position_ids = torch.arange(length, device=ids.device)[None]
@@ -101,7 +101,7 @@ def local_loss(model, ids, embed=None, labels=None, position_ids=None, attention
 def shift_and_split(model, labels):
     """Return the targets of this rank's tokens, (B, S/P), and how many targets all ranks have.
 
-    Labels are shifted before they are split: a token's next may be another rank's.
+    Labels are shifted before they are split: a token's next token may be on another rank.
     """
     local = model.tokens(labels.shape[1])
     targets = F.pad(labels, (0, 1), value=-100)[:, 1:]
@@ -110,26 +110,26 @@ def shift_and_split(model, labels):
 
 
 def shard_loss(model, ids, mesh, techniques=None):
-    """Return this rank's part of the mean next-token loss, also under PEFT and of packed documents.
+    """Return this rank's part of the mean next-token loss, with PEFT and packed documents, too.
 
     It is `local_loss`, with what a virtual prompt and packing add: virtual tokens stand before
     each document and have no label, as filler has none; positions restart with each document; its
     first token is predicted from nothing; and a token sees its own document alone.
 
-    (Task 4's `model(ids, labels=ids).loss` is the sum, on every rank. Both give the same gradients:
-    each rank's weights get the gradient of its own tokens' losses.)
+    (Task 4's `model(ids, labels=ids).loss` is the sum of all ranks' parts, on every rank. Both
+    losses give the same gradients: a rank's weights get the gradient of its own tokens' losses.)
 
     model: a sequence-parallel LlamaForCausalLM, alone or under PEFT. mesh: of the one axis on which
     the sequence is split. ids: (B, S), on all ranks; or packed, (B, 2, n + S): `documents.pack`.
     techniques: what saves memory, see `memory/long_sequence.py`; None: Task 4's own forward.
-    Raises ValueError for fewer positions than ranks, and for PEFT's methods that are more than a
-    loss of each token (`check_by_token`).
+    Raises ValueError for fewer positions than ranks, and for PEFT's methods that do not treat each
+    token alone (`check_by_token`).
 
                     full                local
     ids             (B, n + S)          (B, (n+S)/P)        -100: a virtual token, or filler
     places          (B or 1, n + S)     (B or 1, (n+S)/P)   in a document, its virtual tokens first
     embeddings                          (B, (n+S)/P, H)     never full anywhere
-    targets         (B, n + S)          (B, (n+S)/P)        virtual tokens are none
+    targets         (B, n + S)          (B, (n+S)/P)        never a virtual token
     logits                              (B, (n+S)/P, V)     or a few tokens', with techniques
     """
     base, prompt = llama_of(model), virtual_tokens(model, len(ids))
@@ -185,7 +185,7 @@ def virtual_tokens(model, batch_size):
 
 
 def forward_backward(model, ids, mesh, techniques=None, norms=None):
-    """Forward, backward, all-reduce of what is trained; return this rank's part of the loss.
+    """Run forward, backward, and gradients' all-reduce; return this rank's part of the loss.
 
     Several microbatches before an optimizer step add up: each call sums its own gradients alone.
     norms: a list that gets the norm of each gradient before the sum, of this rank's tokens alone.
@@ -201,7 +201,7 @@ def forward_backward(model, ids, mesh, techniques=None, norms=None):
 
 
 def make_optimizer(model, lr):
-    """Return Adam over what is trained. All ranks have the same, and so the same states of Adam."""
+    """Return Adam over the trained parameters; they and its states are the same on all ranks."""
     return torch.optim.Adam(trained_parameters(model).values(), lr)
 
 
@@ -230,7 +230,10 @@ def train(model, optimizer, forward_backward, batches, first, steps, stopped=())
 
 
 def refuse_nan(i, what, values):
-    """values: each rank's. All ranks have the same, so all stop here, before the optimizer."""
+    """Raise UserError if one of `values`, those of all ranks, is not finite.
+
+    All ranks have the same list, so all stop here, before the optimizer.
+    """
     for rank, value in enumerate(values):
         if not math.isfinite(value):
             raise UserError(
@@ -334,7 +337,7 @@ def main():
 
 
 def finetune(run, args):
-    """All that the script does."""
+    """Do all that the script does: check some steps, then train."""
     run.mark, result = "S", "model" if args.peft == "none" else "adapter"
     store = checkpoints.Checkpoints(run, args.output_dir, result, args.resume)
     rows, documents, positions = harness.read_text(run, args)

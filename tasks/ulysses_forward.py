@@ -12,8 +12,8 @@ shares of the tokens into shares of the heads and back:
     -> norm -> LM head -> logits of this rank's tokens (B, S/P, V)
 
 The hidden states of the full sequence are never on one rank. The backward is the same the other
-way round. Weights are used for other tokens on each rank, so their gradients are each rank's part
-of a sum: one all-reduce after the backward (`sum_gradients`), as in data parallelism.
+way round. Each rank uses the weights for its own tokens, so the ranks' gradients are parts of a
+sum: one all-reduce after the backward adds them up (`sum_gradients`), as in data parallelism.
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 2 tasks/ulysses_forward.py
 
@@ -49,7 +49,7 @@ from utils.sequence import (
 
 
 class AllToAll(torch.autograd.Function):
-    """Every rank sends a piece to every rank. Its own conjugate, with the splits swapped.
+    """Every rank sends a piece to every rank. The backward is the same, with the splits swapped.
 
             per rank                forward                     backward
     x       (sum of sent,)          piece r goes to rank r      all-to-all(dy), splits swapped
@@ -73,14 +73,14 @@ class AllToAll(torch.autograd.Function):
 
 
 def causal(query, key, value):
-    """PyTorch's own attention, of fewer KV heads than query heads, too."""
+    """Run PyTorch's own causal attention, also with fewer KV heads than query heads."""
     times = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(times, dim=1) for x in (key, value))
     return F.scaled_dot_product_attention(query, key, value, is_causal=True)
 
 
 def ulysses_attention(query, key, value, group, attend=causal, length=None, heads=None):
-    """Attention of all tokens, on this rank's heads, from and to all heads of its tokens.
+    """Attend among all tokens on this rank's heads, given and returning all heads of its tokens.
 
                         per rank before     sent to rank r              per rank after
     query               (B, N, S/P, D)      its heads, (S/P, B, N/P, D)     (B, N/P, S, D)
@@ -88,9 +88,9 @@ def ulysses_attention(query, key, value, group, attend=causal, length=None, head
     output              (B, N/P, S, D)      its tokens, (S/P, B, N/P, D)    (B, N, S/P, D)
 
     attend(query, key, value): the attention of some heads; by default causal. length: S, by default
-    P times this rank's tokens; each rank has as many as `shard_range` says. heads: of each rank its
-    query heads and KV heads, by default `shard_heads`'s. Raises UserError for more ranks than query
-    heads, ValueError for other tokens than length says.
+    P times this rank's tokens; each rank has as many as `shard_range` says. heads: for each rank,
+    its query heads and KV heads, by default by `shard_heads`. Raises UserError for more ranks than
+    query heads, ValueError for a number of tokens that does not fit `length`.
     """
     length = seq_len(query.shape[2], group, length)
     P = group.size()
@@ -100,9 +100,9 @@ def ulysses_attention(query, key, value, group, attend=causal, length=None, head
 
 
 def attend_to_all_tokens(module, query, key, value, attention_mask, sliding_window=None, **kwargs):
-    """`ulysses_attention` of a layer, as Hugging Face calls it: the output (B, S/P, N, D) and None.
+    """Run `ulysses_attention` as Hugging Face calls it; return output (B, S/P, N, D) and None.
 
-    attention_mask: of `MaskInfo.to_tensor`. Raises UserError as `check_window` does.
+    attention_mask: made by `MaskInfo.to_tensor`. Raises UserError as `check_window` does.
     """
     message = "model.model needs attention_mask=model.attention_mask_info(S)"
     assert attention_mask is not None, message
@@ -125,7 +125,7 @@ def attend_to_all_tokens(module, query, key, value, attention_mask, sliding_wind
 
 @torch.compiler.disable  # the sizes of documents are known at run time
 def by_documents(attend, query, key, value, documents):
-    """Causal attention inside each document, a call for each; documents: (B, S)."""
+    """Run causal attention inside each document, in a call for each. documents: (B, S)."""
     outputs = []
     for row, *parts in zip(documents, query[:, None], key[:, None], value[:, None], strict=True):
         sizes = row.unique_consecutive(return_counts=True)[1].tolist()
@@ -135,18 +135,18 @@ def by_documents(attend, query, key, value, documents):
 
 
 def split_sizes(group, heads, S):
-    """Of each rank, how many tokens, query heads and KV heads."""
+    """Return three lists: how many tokens, query heads and KV heads each rank has."""
     tokens = (shard_range(S, group.size(), rank) for rank in range(group.size()))
     queries, keys = zip(*heads, strict=True)
     return [[stop - first for first, stop in kind] for kind in (tokens, queries, keys)]
 
 
 def to_heads(query, key, value, group, heads, S):
-    """From all heads of this rank's tokens to its heads of all S; see `ulysses_attention`.
+    """Turn all heads of this rank's tokens into its heads of all S; see `ulysses_attention`.
 
     Query, key and value travel in one packed all-to-all. A KV head goes to every rank that has
-    query heads of its group; the sum of what these send back is its gradient. Within a piece the
-    tokens come first, so that the pieces received are the sequence, one after the other.
+    query heads of its group; its gradient is the sum of what these ranks send back. Within a piece
+    tokens come first, so that the pieces received, one after the other, are the sequence.
     """
     tokens, queries, keys = split_sizes(group, heads, S)
     B, D, n, k = len(query), query.shape[-1], queries[group.rank()], keys[group.rank()]
@@ -162,7 +162,7 @@ def to_heads(query, key, value, group, heads, S):
 
 
 def to_tokens(output, group, heads, S):
-    """And back: (B, S, n, D) of this rank's heads -> (B, S/P, N, D) of its tokens."""
+    """Turn (B, S, n, D) of this rank's heads back into (B, S/P, N, D) of its tokens."""
     tokens, queries, _ = split_sizes(group, heads, S)
     B, _, n, D = output.shape
     local_tokens = tokens[group.rank()]
@@ -177,19 +177,19 @@ def sequence_parallelize(model, mesh):
     """Make a LlamaForCausalLM sequence-parallel in place, over the ranks of `mesh`, of one axis.
 
     Weights stay whole on all ranks. The model is used as before (see `SequenceParallelLlama`), but
-    what is full on every rank, weights and `inputs_embeds`, gets the gradient of this rank's
-    tokens: call `sum_gradients` after the backward. Any sequence length and batch size; query
-    heads, KV heads and tokens are shared out unevenly where they do not divide.
+    on each rank the gradients of weights and of `inputs_embeds`, which are full there, come from
+    its own tokens: call `sum_gradients` after the backward. Any sequence length and batch size;
+    query heads, KV heads and tokens are shared out unevenly where they do not divide.
 
-    With this rank's tokens only, call `model.model(inputs_embeds=..., position_ids=...,
-    attention_mask=model.attention_mask_info(S))` for their hidden states, (B, S/P, H); which they
-    are says `model.tokens(S)`.
+    `model.tokens(S)` says which tokens this rank has. With these tokens only, call
+    `model.model(inputs_embeds=..., position_ids=..., attention_mask=model.attention_mask_info(S))`:
+    it returns their hidden states, (B, S/P, H).
 
-    The model may be tensor-parallel, along another axis: then its ranks' heads are shared out.
-    Works on a model without memory (device meta) too. Raises UserError for more ranks than query
-    heads and for RoPE that depends on the length of the sequence, ValueError as
-    `convert_attention` does.
-    Whole KV groups are dealt out: 4 groups on 3 ranks leave one with two, and twice the time.
+    The model may be tensor-parallel along another axis: then the heads that are shared out are
+    those of a rank of that axis. Works on a model without memory (device meta) too. Raises
+    UserError for more ranks than query heads and for RoPE that depends on the length of the
+    sequence, ValueError as `convert_attention` does.
+    Whole KV groups are dealt out: 4 groups on 3 ranks leave one rank with two, and twice the time.
     Source: DeepSpeed-Ulysses, arXiv 2309.14509, section 3.
     """
     group = group_of_axis(mesh)
@@ -203,10 +203,10 @@ def sequence_parallelize(model, mesh):
 
 
 def comm_bytes_per_layer(model, B, S, group=None):
-    """Bytes that each rank sends in one layer, forward; as many backward. The mean over ranks.
+    """Return the bytes that a rank sends in one layer's forward; the backward sends as many.
 
-    For sizes that divide: (P-1)/P (T/P) e D (2N + 2 max(K, P)), with T = B S tokens of e bytes.
-    group: of those that exchange heads; default `model.get_group()`.
+    A mean over ranks. For sizes that divide: (P-1)/P (T/P) e D (2N + 2 max(K, P)), with T = B S
+    tokens and numbers of e bytes. group: ranks that exchange heads; default `model.get_group()`.
     """
     attention, group = model.model.layers[0].self_attn, group or model.get_group()
     tokens, queries, keys = split_sizes(group, attention.heads, S)
@@ -223,7 +223,7 @@ def main():
 
 
 def show(run, args):
-    """All checks of the model, its text, bytes, time and memory."""
+    """Run all checks of the model, its text, bytes, time and memory."""
     mesh = run.mesh("sp")
     parallelize = partial(sequence_parallelize, mesh=mesh)
     harness.show_sequence(run, harness.Workload.of(args), mesh, parallelize, comm_bytes_per_layer)

@@ -10,13 +10,13 @@ from utils.partition import shard_heads
 
 
 def plan_rounds(config, ranks, head_groups):
-    """Which heads each rank attends to, round by round: [[(queries, keys) of each rank], ...].
+    """Plan which heads each rank attends with in each round: [[(queries, keys) of each rank], ...].
 
     queries, keys: (start, stop). With `head_groups`, a round has over all ranks at most N/K
     query heads (one KV head's group), or one per rank if that is more, so the memory for a token
     does not depend on the number of heads. (8 query and 2 KV heads on 2 ranks: heads 0 and 1
-    beside 4 and 5, then 2 and 3 beside 6 and 7.) Else there is one round. In the last rounds a rank
-    may have no heads: it sends its tokens', and receives nothing.
+    beside 4 and 5, then 2 and 3 beside 6 and 7.) Without it there is one round. In the last rounds
+    a rank may have no heads: it sends its tokens' heads to other ranks, and receives nothing.
     """
     N, K = config.num_attention_heads, config.num_key_value_heads
     heads = [shard_heads(N, K, ranks, rank)[:2] for rank in range(ranks)]
@@ -34,7 +34,7 @@ def plan_rounds(config, ranks, head_groups):
 
 
 def sliceable(linear):
-    """Whether `project` can take some of a layer's outputs."""
+    """Tell whether `project` can compute some of a layer's outputs alone."""
     if type(linear) is nn.Linear:
         return True
     adapters = getattr(linear, "active_adapters", None)
@@ -47,7 +47,7 @@ def sliceable(linear):
 
 
 def project(linear, x, rows):
-    """Some outputs, by their indices, of a linear layer or of PEFT's LoRA of one."""
+    """Compute some outputs, by their indices, of a linear layer, with PEFT's LoRA if it has it."""
     base = getattr(linear, "base_layer", linear)
     y = F.linear(x, base.weight[rows], None if base.bias is None else base.bias[rows])
     for name in getattr(linear, "active_adapters", ()):

@@ -9,12 +9,13 @@ scores (which no fused kernel keeps) but what the backward needs of every token.
      15   with loss, MLP and attention in parts, too: hidden states, and one layer's work
      14   with what `saved_outputs.py` does: attention's outputs (1 a layer), and a part's work
 
-`saved_outputs.py` is a layer backward that never runs attention again, nor keeps layers' inputs (a
-selective checkpoint, arXiv 2310.03294, does): all else in a layer treats tokens one by one, and is
-built again from attention's outputs: as little memory as if layers were recomputed, in less time.
+`saved_outputs.py` is a layer backward that never runs attention again, and keeps no inputs of
+layers, as a selective checkpoint (arXiv 2310.03294) would. All else in a layer treats tokens one by
+one, and is built again from attention's outputs, in as little memory as if layers were recomputed,
+and in less time.
 
-Under Ulysses all of it is as on one rank: tiles are of a rank's own tokens, and the heads taken at
-a time are spread over the ranks. What travels is what travels under checkpointing, heads in groups.
+Under Ulysses it all works as on one rank: a tile has a rank's own tokens, and the heads of a round
+are spread over the ranks. Messages are those of checkpointing, but with heads in groups.
 
 `sequence_loss` is what a training script calls. Sources: checkpointing, arXiv 1604.06174; tiled
 loss and MLP, ALST, arXiv 2506.13996, section 3; log-sum-exps, FlashAttention-2, arXiv 2307.08691.
@@ -51,9 +52,9 @@ class Techniques:
 
     backward: "saved-outputs", "selective" (recompute layers but for attention, whose outputs are
     kept, too), "checkpoint" (recompute all of a layer) or "plain" (keep everything).
-    tiled_loss, tiled_mlp: over tiles of tokens whose largest tensors take `tile_bytes`, whatever
-    the sequence's length. head_groups: attention one group of heads after another. offload: what is
-    kept of each layer goes to host memory (CUDA). tile_tokens: the size of tiles, instead.
+    tiled_loss, tiled_mlp: in tiles of tokens whose largest tensors take `tile_bytes`, whatever the
+    sequence's length. head_groups: attention one group of heads after another. offload: what is
+    kept of each layer goes to host memory (CUDA). tile_tokens: the size of tiles, if not by bytes.
     """
 
     backward: str = "saved-outputs"
@@ -65,20 +66,21 @@ class Techniques:
     tile_tokens: int | None = None
 
     def tile(self, numbers, itemsize):
-        """Tokens in a tile, each of which takes so many numbers of `itemsize` bytes."""
+        """Return how many tokens are a tile, each with so many numbers of `itemsize` bytes."""
         return self.tile_tokens or max(1, self.tile_bytes // (numbers * itemsize))
 
 
 def sequence_loss(model, embeddings, targets, length, mesh, techniques, places=None):
-    """Sum of this rank's tokens' losses; as `ulysses_forward` has it, but for the memory it takes.
+    """Sum the losses of this rank's tokens, as `utils/sequence.py` does, but in less memory.
 
-    Layers are taken apart: hooks on them are not called. Raises ValueError where they are not
-    Hugging Face's own, and for techniques that are not `supported_techniques`.
+    Layers are taken apart: hooks on them are not called. Raises ValueError for layers that are not
+    Hugging Face's own, and for techniques that `supported_techniques` does not allow.
 
-    model: a sequence-parallel LlamaForCausalLM. embeddings(): those of this rank's share of a
-    sequence of `length` tokens, (B, S/P, H), each time in a new tensor. targets: (B, S/P), -100:
-    none. mesh: of the one axis on which the sequence is split. places: all tokens' positions, (B or
-    1, S); where they jump, a document begins, as in Task 4's forward. None: 0, 1, 2, ...
+    model: a sequence-parallel LlamaForCausalLM. embeddings(): the embeddings of this rank's share
+    of a sequence of `length` tokens, (B, S/P, H), each time in a new tensor. targets: (B, S/P),
+    -100 if a token has none. mesh: of the one axis on which the sequence is split. places: all
+    tokens' positions, (B or 1, S); a document begins where they jump, as in Task 4's forward. None:
+    0, 1, 2, ...
     """
     if why := supported_techniques(model, techniques)[1]:
         raise ValueError(f"{why}: ask `supported_techniques` for the techniques that are left")
@@ -90,7 +92,7 @@ def sequence_loss(model, embeddings, targets, length, mesh, techniques, places=N
     def loss_of(hidden):
         if not techniques.tiled_loss:
             return sum_of_losses(head(norm(hidden)), targets)
-        size = hidden.element_size()  # of half types also float32
+        size = hidden.element_size()  # half types have a float32 copy, too
         tile = techniques.tile(head.weight.shape[0], size if size > 2 else size + 4)
         return TiledLoss.apply(hidden, targets, norm, tile, norm.weight, head.weight)
 
@@ -99,22 +101,22 @@ def sequence_loss(model, embeddings, targets, length, mesh, techniques, places=N
         total = SavedOutputs.apply(embeddings(), stack, loss_of, *stack.parameters, *last)
     else:
         total = loss_of(stack.run(embeddings()))
-    # Without any label its gradients are 0, also in a mean, which divides by 0: see `losses.py`.
+    # Without any label the gradients are 0, also in a mean, which divides by 0: see `losses.py`.
     return total.masked_fill((targets == -100).all(), 0)
 
 
-# Whose forward `Stack` does in parts: projections, norms of heads, RoPE, attention.
+# Attention classes that `Stack` runs in parts: projections, norms of heads, RoPE, attention.
 TAKEN_APART = {f"{name}Attention" for name in ("Llama", "Mistral", "Qwen2", "Qwen3", "SmolLM3")}
 
 
 def supported_techniques(model, techniques):
-    """The techniques that this model allows, and why they are fewer than asked for, or None.
+    """Return the techniques that this model allows, and why they are fewer than asked for, or None.
 
     Raises ValueError for layers that cannot be taken apart, and as `check_by_token` does.
     """
     check_by_token(model)
     fewer = techniques
-    # Why a layer is not taken apart, and why attention's outputs are of no use.
+    # Why a layer is not taken apart; why the outputs of attention are of no use.
     in_one, kernel = None, None
     if model.training and model.config.attention_dropout:
         in_one = "attention has dropout"
@@ -158,8 +160,8 @@ class Stack:
           -> attention, (B, n, S, D)
           -> all-to-all -> flat again, of each rank's heads (S/P, B, n, D)  `to_tokens`
 
-    Tokens come first in a piece, so that the pieces that arrive are the sequence, in order. Of
-    several documents in a row, each is a call of attention's kernel.
+    Tokens come first in a piece, so that the pieces that arrive are the sequence, in order. With
+    several documents in a row, each document takes a call of attention's kernel.
     """
 
     def __init__(self, model, embeddings, batch_size, places, group, techniques):
@@ -175,7 +177,7 @@ class Stack:
         own, self.local_tokens = slice(*shares[self.rank]), self.tokens[self.rank]
         self.positions = places[:, own]
         self.attend, self.attend_backward, self.ring = attend, attend_backward, None
-        if isinstance(model, RingLlama):  # whose ranks exchange no heads: each is as if alone
+        if isinstance(model, RingLlama):  # its ranks exchange no heads: each is as if alone
             mask = MaskInfo(length, documents=self.documents)
             self.ring = Ring(group, length, model.zigzag, mask)
             self.positions = places[:, self.ring.order()[own]]
@@ -189,8 +191,8 @@ class Stack:
             self.attend_backward = partial(attend_parts_backward, parts)
         self.dropout = config.attention_dropout if model.training else 0.0
         self.rounds = plan_rounds(config, ranks, techniques.head_groups)
-        self.made = {}  # by `indices`: once, not for each tile of each pass
-        # The rest of a layer, backward: some six tensors as wide as the MLP.
+        self.made = {}  # by `indices`, once, not for each tile of each pass
+        # The backward of a layer's rest takes some six tensors as wide as the MLP.
         a_token = 6 * (config.intermediate_size + config.hidden_size) * self.B
         tile = (
             techniques.tile(a_token, model.dtype.itemsize)
@@ -199,34 +201,34 @@ class Stack:
         )
         self.tiles = tiles(self.local_tokens, max(tile, 1))
         self.parameters = [p for p in self.layers.parameters() if p.requires_grad]
-        # The room of one layer's outputs, in hidden states.
+        # How many hidden states have room in the memory of one layer's outputs.
         self.room = config.num_attention_heads * self.D / config.hidden_size
 
     def counts(self, head_round, keys=0):
-        """How many heads each rank has in a round: of the queries, and `keys` times the keys'."""
+        """Count each rank's heads in a round: its query heads, and `keys` times its KV heads."""
         return [q[1] - q[0] + keys * (k[1] - k[0]) for q, k in head_round]
 
     def sizes(self, counts):
-        """Numbers of elements that this rank sends to, and receives from, each rank."""
+        """Return how many elements this rank sends to, and receives from, each rank."""
         sent = [self.local_tokens * self.B * count * self.D for count in counts]
         return sent, [t * self.B * counts[self.rank] * self.D for t in self.tokens]
 
     def pieces(self, flat, counts):
-        """Views of this rank's tokens, (S/P, B, counts[r], D) for each rank r's heads."""
+        """Return views of this rank's tokens, (S/P, B, counts[r], D) for each rank r's heads."""
         sizes = flat.split(self.sizes(counts)[0])
         return [
             p.view(self.local_tokens, self.B, n, self.D) for p, n in zip(sizes, counts, strict=True)
         ]
 
     def to_heads(self, flat, counts):
-        """From all heads of this rank's tokens to its heads of all tokens, (B, heads, S, D)."""
+        """Turn all heads of this rank's tokens into its heads of all tokens, (B, heads, S, D)."""
         flat = self.exchange(flat, *self.sizes(counts))
         return flat.view(self.S, self.B, -1, self.D).permute(1, 2, 0, 3)
 
     def to_tokens(self, heads, counts):
-        """The way back, flat; of a list of tensors, whose heads come to lie side by side.
+        """Turn tensors (B, heads, S, D), put side by side, back into local tokens' heads, flat.
 
-        The list is emptied, so that they need not outlive the message that is made of them.
+        The list is emptied: its tensors need not outlive the message that is made of them.
         """
         sent, received = self.sizes(counts)
         flat = torch.cat([h.permute(2, 0, 1, 3) for h in heads], dim=2).flatten()
@@ -234,7 +236,7 @@ class Stack:
         return self.exchange(flat, received, sent)
 
     def exchange(self, flat, sent, received):
-        """An all-to-all, which uses up what is sent (without autograd)."""
+        """Run an all-to-all, which uses up what is sent (without autograd)."""
         if len(sent) == 1:
             return flat
         out = AllToAll.apply(flat, sent, received, self.group)
@@ -243,7 +245,7 @@ class Stack:
         return out
 
     def qkv_of_tokens(self, layer, x, at, head_round):
-        """q, k and v of a round, of tokens `at`: a piece (tokens, B, heads, D) for each rank."""
+        """Compute a round's q, k, v of tokens `at`: a piece (tokens, B, heads, D) for each rank."""
         normed = layer.input_layernorm(x)
         cos, sin = self.model.rotary_emb(x, self.positions[:, at])
         queries, keys = zip(*head_round, strict=True)
@@ -265,7 +267,7 @@ class Stack:
         return [torch.cat(three, 2).transpose(0, 1) for three in zip(*split, strict=True)]
 
     def indices(self, ranges, device):
-        """Of heads in some ranges, and of a projection's outputs for them."""
+        """Return the indices of heads in `ranges`, and of a projection's outputs for them."""
         if ranges not in self.made:
             chosen = torch.cat([torch.arange(*some, device=device) for some in ranges])
             rows = chosen[:, None] * self.D + torch.arange(self.D, device=device)
@@ -273,7 +275,7 @@ class Stack:
         return self.made[ranges]
 
     def in_order(self, flats):
-        """Attention's outputs, flat, one a round: their pieces, (S/P, B, heads, D), by heads."""
+        """Split attention's flat outputs, one a round, into pieces (S/P, B, heads, D), by heads."""
         pairs = []
         for head_round, flat in zip(self.rounds, flats, strict=True):
             pieces = self.pieces(flat, self.counts(head_round))
@@ -283,23 +285,23 @@ class Stack:
         return [piece for _, piece in sorted(pairs, key=lambda pair: pair[0])]
 
     def outputs(self, pieces, at):
-        """Attention's outputs of tokens `at`, (B, tokens, N D), from pieces `in_order`."""
+        """Join attention's outputs of tokens `at`, (B, tokens, N D), from pieces `in_order`."""
         return torch.cat([p[at] for p in pieces], 2).transpose(0, 1).flatten(2)
 
     @staticmethod
     def finish(layer, x, o):
-        """The rest of a layer, behind attention: x (B, tokens, H), o (B, tokens, N D)."""
+        """Run the rest of a layer, behind attention: x (B, tokens, H), o (B, tokens, N D)."""
         x = x + layer.self_attn.o_proj(o)
         return x + layer.mlp(layer.post_attention_layernorm(x))
 
     # ------------------------------------------------ with autograd
 
     def causal(self, q, k, v):
-        """Causal attention: (B, heads, S, D)."""
+        """Run causal attention: (B, heads, S, D)."""
         return F.scaled_dot_product_attention(q, k, v, None, self.dropout, is_causal=True)
 
     def run(self, x):
-        """All layers, under autograd: hidden states before the final norm."""
+        """Run all layers under autograd; return hidden states before the final norm."""
         contexts = noop_context_fn
         if self.techniques.backward == "selective":
             contexts = partial(create_selective_checkpoint_contexts, ATTENTION_OPS)
@@ -313,7 +315,7 @@ class Stack:
         return x
 
     def run_layer(self, layer, x):
-        """One layer; what is done in rounds or tiles is recomputed, each in its own backward."""
+        """Run one layer; rounds and tiles are recomputed, each in its own backward."""
 
         def attention(head_round, x):
             heads = self.counts(head_round, keys=2)
@@ -341,7 +343,7 @@ class Stack:
         def maybe(again, function, *args):
             return checkpoint(function, *args, use_reentrant=False) if again else function(*args)
 
-        # A checkpoint inside a selective one would run its attention again.
+        # A checkpoint inside a selective checkpoint would run its attention again.
         again = len(self.rounds) > 1 and self.techniques.backward != "selective"
         flats = [maybe(again, attention, head_round, x) for head_round in self.rounds]
         o = self.outputs(self.in_order(flats), slice(None))

@@ -8,8 +8,8 @@ from utils.kernels import attend, attend_backward
 
 
 def parts_of(documents):
-    """Of each document its part of tensors (B, heads, S, ...), an index. documents: (B, S), the
-    number of each token's.
+    """Return, for each document, the index of its part of tensors (B, heads, S, ...). documents:
+    (B, S), the number of each token's document.
     """
     parts = []
     for row, of_row in enumerate(documents):
@@ -20,7 +20,7 @@ def parts_of(documents):
 
 
 def attend_parts(parts, q, k, v):
-    """`attend`, causal, to each document by itself. parts: see `parts_of`."""
+    """Run `attend`, causal, on each document by itself. parts: see `parts_of`."""
     o, rests = torch.empty_like(q), []
     lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
     for part in parts:
@@ -30,7 +30,7 @@ def attend_parts(parts, q, k, v):
 
 
 def attend_parts_backward(parts, grad, q, k, v, o, lse, rests):
-    """The gradients of q, k, v, from what `attend_parts` gave."""
+    """Compute the gradients of q, k, v, from what `attend_parts` took and returned."""
     grads = [torch.empty_like(t) for t in (q, k, v)]
     for part, rest in zip(parts, rests, strict=True):
         pieces = attend_backward(*(t[part] for t in (grad, q, k, v, o, lse)), rest)

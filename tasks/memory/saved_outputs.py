@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 
 class SavedOutputs(torch.autograd.Function):
-    """All layers and the loss. Of each layer only attention's outputs are kept; it is run once.
+    """All layers and the loss. Attention is run once; of a layer only attention's outputs are kept.
 
                 forward                                 backward, from the last layer to the first
     x           attention, then the rest, tile by tile  built again, see `rebuild`
@@ -33,15 +33,15 @@ class SavedOutputs(torch.autograd.Function):
     def forward(ctx, x, stack, loss_of, *parameters):
         """x (B, S/P, H): the embeddings -> the sum of losses.
 
-        loss_of(hidden states before the final norm): that sum. parameters: `stack.parameters`, then
-        those that loss_of trains.
+        loss_of(hidden states before the final norm) returns this sum. parameters:
+        `stack.parameters`, then the parameters that loss_of trains.
         """
         ctx.stack, ctx.saved, ctx.needed = stack, Saved(x, stack.techniques.offload), []
         last, ctx.kept = len(stack.layers) - 1, {}
         for number, layer in enumerate(stack.layers):
             flats, lses, needed = run_attention(stack, layer, x)
             ctx.needed.append(needed)
-            if 0 < number == last:  # its backward comes first, with room for this
+            if 0 < number == last:  # the last layer's backward comes first, and has room
                 ctx.kept[last] = ctx.saved.away([x])
             x = finish_all(stack, layer, x, flats, x if 0 < number < last else None)
             ctx.saved.put(flats, lses)
@@ -51,8 +51,8 @@ class SavedOutputs(torch.autograd.Function):
             loss = loss_of(hidden)
         wanted = [hidden, *parameters[len(stack.parameters) :]]
         d, *ctx.others = torch.autograd.grad(loss, wanted, allow_unused=True)
-        # A copy of our own: a hook of the norm's, say, may have kept the other. (There is room: the
-        # most is held later, in the last layer's backward.)
+        # A copy of our own: a hook of the norm, say, may have kept the gradient itself. (There is
+        # room: the most is held later, in the last layer's backward.)
         ctx.d = d.clone(memory_format=torch.contiguous_format)
         return loss.detach()
 
@@ -80,7 +80,7 @@ class SavedOutputs(torch.autograd.Function):
 
 
 def qkv_of_heads(stack, layer, x, head_round):
-    """q, k and v of this rank's heads of a round, of all tokens, (B, heads, S, D)."""
+    """Compute q, k and v of this rank's heads in a round, of all tokens, (B, heads, S, D)."""
     counts = stack.counts(head_round, keys=2)
     flat = x.new_empty(sum(stack.sizes(counts)[0]))
     views = stack.pieces(flat, counts)
@@ -95,9 +95,9 @@ def qkv_of_heads(stack, layer, x, head_round):
 
 
 def run_attention(stack, layer, x):
-    """Attention's outputs, a flat tensor a round; log-sum-exps; what else their backward needs.
+    """Run attention: outputs, a flat tensor a round; log-sum-exps; what else the backward needs.
 
-    In a round in which this rank has no heads there are no log-sum-exps.
+    For a round in which this rank has no heads there are no log-sum-exps.
     """
     flats, lses, needed = [], [], []
     for head_round in stack.rounds:
@@ -111,7 +111,7 @@ def run_attention(stack, layer, x):
 
 
 def finish_all(stack, layer, x, flats, into=None):
-    """`finish`, tile by tile, into a new tensor or over x itself."""
+    """Run `stack.finish`, tile by tile, into a new tensor or over x itself."""
     out, pieces = torch.empty_like(x) if into is None else into, stack.in_order(flats)
     for at in stack.tiles:
         out[:, at] = stack.finish(layer, x[:, at], stack.outputs(pieces, at))
@@ -119,18 +119,18 @@ def finish_all(stack, layer, x, flats, into=None):
 
 
 def rebuild(stack, number, kept, saved):
-    """The hidden states before a layer, from the nearest below that are `kept`.
+    """Rebuild the hidden states before a layer, from the nearest kept below it or the embeddings.
 
-    kept: {layer: hidden states}; else from the embeddings. A layer whose backward is done has
-    freed its outputs: that memory holds intermediate hidden states for layers still to come. Of 8
-    layers, 7 is kept from the forward; 6 is built from 0, and keeps 3; 5 from 3, and keeps 4; 4 and
-    3 are there; 2 from 0, and keeps 1: 10 layers are run again, not 7 + 6 + ... + 1 = 28.
+    kept: {layer: hidden states before it}. A layer whose backward is done has freed its outputs:
+    that memory keeps hidden states on the way, for layers still to come. With 8 layers, state 7
+    (before layer 7) is kept from the forward; 6 is built from 0, and 3 kept on the way; 5 from 3,
+    and 4 kept; 4 and 3 are there; 2 from 0, and 1 kept: 10 layers are run again, not 28.
     """
     if number in kept:
         return saved.back(kept.pop(number))[0]
     start = max((at for at in kept if at < number), default=0)
     x, steps = saved.back(kept[start])[0] if start else stack.embeddings(), number - start
-    # How many more may be kept, and which, evenly on the way.
+    # How many more states may be kept, and which, evenly on the way.
     free = int((len(stack.layers) - 1 - number) * stack.room) - len(kept)
     some = min(max(free, 0), steps - 1)
     keep = {start + steps * (i + 1) // (some + 1) for i in range(some)}
@@ -143,9 +143,9 @@ def rebuild(stack, number, kept, saved):
 
 
 def layer_backward(stack, layer, x, flats, lses, needed, d, sums):
-    """Turn d, the gradient behind a layer, into that before it, in place; `attend` is not run.
+    """Turn d, the gradient behind a layer, in place into the gradient before it, without `attend`.
 
-    sums: {parameter: its gradient}, which is added to. flats, lses and needed are freed on the way.
+    sums: {parameter: its gradient}, to which this adds. flats, lses, needed are freed on the way.
     """
     parameters = [p for p in layer.parameters() if p.requires_grad]
 
@@ -158,7 +158,7 @@ def layer_backward(stack, layer, x, flats, lses, needed, d, sums):
         return found[: len(inputs)]
 
     def finish_backward():
-        """Of attention's outputs; what goes past attention is in d already."""
+        """Return the gradients of attention's outputs; d gets what goes past attention."""
         grads = [torch.empty_like(flat) for flat in flats]
         pieces, targets = stack.in_order(flats), stack.in_order(grads)
         for at in stack.tiles:
@@ -199,8 +199,8 @@ class Saved:
     """Each layer's tensors, or with `offload` their copies in pinned host memory.
 
     Copies run on a stream of their own, beside the kernels; one layer is fetched ahead. All device
-    memory is allocated on the compute stream, which waits for copies before it is reused. So what
-    is on the device is the same few layers, however far ahead the CPU is.
+    memory is allocated on the compute stream, which waits for copies before their memory is reused.
+    So the device has the same few layers, however far ahead the CPU is.
     """
 
     def __init__(self, x, offload):
@@ -208,7 +208,7 @@ class Saved:
         self.stream = torch.cuda.Stream(x.device) if offload and x.is_cuda else None
 
     def away(self, tensors):
-        """Copies of tensors, which nobody writes to any more, in host memory."""
+        """Return tensors, to which nobody writes any more, or with `offload` their host copies."""
         if not self.stream:
             return tensors
         self.stream.wait_stream(torch.cuda.current_stream())
@@ -222,11 +222,11 @@ class Saved:
         return host
 
     def back(self, host):
-        """The same on the device."""
+        """Return what `away` returned, on the device."""
         return self.arrived(self.start(host)) if self.stream else host
 
     def start(self, host):
-        """Begin to bring them back, and the event of it. What is on its way out is out first."""
+        """Begin to copy back, after all copies out; return the event of the end, and tensors."""
         for event, _ in self.leaving:
             torch.cuda.current_stream().wait_event(event)
         self.leaving.clear()
@@ -242,12 +242,12 @@ class Saved:
         return coming[1]
 
     def put(self, tensors, last):
-        """Keep the next layer's. last: what only `pop` is asked for."""
+        """Keep the next layer's tensors. last: more of them, which only `pop` returns."""
         self.layers.append(self.away([*tensors, *last]))
         self.count = len(tensors)
 
     def get(self, number, ahead):
-        """A layer's; `ahead` is the one that will be asked for next."""
+        """Return a layer's tensors but for `last`; fetch layer `ahead`, which is asked for next."""
         if not self.stream:
             return self.layers[number][: self.count]
         coming = self.coming.pop(number, None) or self.start(self.layers[number][: self.count])
@@ -259,6 +259,6 @@ class Saved:
         return tensors
 
     def pop(self, ahead):
-        """The last layer's, and what was put beside them as `last`; they are forgotten."""
+        """Return the last layer's tensors, and those put beside them as `last`; forget both."""
         tensors = self.get(len(self.layers) - 1, ahead)
         return tensors, self.back(self.layers.pop()[self.count :])

@@ -1,4 +1,4 @@
-"""The loss, a few tokens at a time: their logits are never there all at once.
+"""The loss, a few tokens at a time: the logits of all tokens are never there at once.
 
 Logits are V numbers a token, and training holds them three times (themselves, their log-softmax,
 its gradient), where a hidden state takes H. Source: ALST, arXiv 2506.13996, section 3.
@@ -12,9 +12,9 @@ from torch.autograd.function import once_differentiable
 class TiledLoss(torch.autograd.Function):
     """Final norm, LM head and cross-entropy, a few tokens at a time, and their gradient at once.
 
-    A tile's logits become its gradient in place, so that one tensor of `tile` tokens times the
+    A tile's logits become their gradient in place, so that one tensor of `tile` tokens times the
     vocabulary is all there ever is (in half types a copy in float32, too). What is kept for the
-    backward is the gradient of x.
+    backward are the gradients of x and, if these are trained, of the weights of norm and head.
     """
 
     @staticmethod
@@ -57,5 +57,5 @@ class TiledLoss(torch.autograd.Function):
 
 
 def tiles(length, size):
-    """Slices that cover [0, length)."""
+    """Return slices of `size` that cover [0, length)."""
     return [slice(first, min(first + size, length)) for first in range(0, length, size)]

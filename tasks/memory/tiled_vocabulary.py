@@ -1,4 +1,4 @@
-"""The loss of Task 2's vocabulary in slices, a few tokens at a time: see `VocabParallelHead`.
+"""Task 2's loss over a split vocabulary, a few tokens at a time: see `VocabParallelHead`.
 
 Logits are V/P numbers a token on each rank, held three times over a step (themselves, their softmax
 in float32, its gradient), where a hidden state takes H. Source: ALST, arXiv 2506.13996, section 3.
@@ -12,7 +12,7 @@ from tp_llama import vocab_parallel_cross_entropy
 
 
 class TiledVocabParallelLoss(torch.autograd.Function):
-    """LM head and sum of the cross-entropies, a tile of tokens after another, and their gradient.
+    """LM head and sum of the cross-entropies, one tile of tokens after another, with gradients.
 
                 per rank        forward                         backward
     x           (T, H)          of each tile logits, (t, V/P),  dx times dy

@@ -6,11 +6,11 @@ all-reduce is a reduce-scatter and an all-gather; norms come in between:
                             Task 2                      here
     norms, residual stream  (B, S, H)                   (B, S/tp, H)
     into a block            f: nothing; all-reduce      all-gather of tokens; reduce-scatter
-    out of it               g: all-reduce; nothing      reduce-scatter of tokens; all-gather
+    out of a block          g: all-reduce; nothing      reduce-scatter of tokens; all-gather
     a norm's gradient       equal along tp              a sum over the tokens of all ranks
 
-(forward; backward), and as many bytes; more where layers are recomputed. Shapes as in
-`utils/__init__.py`; S is a multiple of the ranks.
+(forward; backward). Both send as many bytes; where layers are recomputed, this sends more. Shapes
+as in `utils/__init__.py`; S is a multiple of the ranks.
 """
 
 from functools import partial
@@ -24,14 +24,15 @@ from utils.shards import HeadNorm
 
 
 def whole_of(x, group):
-    """All tokens, (B, S, H), of each rank's (B, S/P, H)."""
+    """Gather all tokens, (B, S, H), from each rank's (B, S/P, H)."""
     return all_gather(x, group).transpose(0, 1).flatten(1, 2)
 
 
 def sum_of(x, group):
-    """This rank's tokens, (B, S/P, H), of the sum of all ranks' x, (B, S, H); a reduce-scatter.
+    """Reduce-scatter x, (B, S, H): return the ranks' sum for this rank's tokens, (B, S/P, H).
 
-    It is sent all parts of its tokens, and adds them up. (gloo's own sends twice as much.)
+    A rank is sent all parts of its tokens, and adds them up. (gloo's own function sends twice as
+    much.)
     """
     pieces = x.unflatten(1, (group.size(), -1)).movedim(1, 0).contiguous()
     parts = torch.empty_like(pieces)
@@ -45,7 +46,7 @@ class GatherTokens(torch.autograd.Function):
             per rank        forward             backward
     x       (B, S/P, H)     all-gather(x)       reduce-scatter(dy)
 
-    Every rank uses the full x for its own output units: its gradient is the sum over ranks.
+    Every rank uses the full x for its own output units, so x's gradient is the sum over ranks.
     """
 
     @staticmethod
@@ -99,18 +100,18 @@ BY_TOKENS = GatherTokens.apply, ScatterSums.apply  # for Task 2, in place of f a
 
 
 def split_between_blocks(model, group):
-    """Besides the pair above: embeddings are split by tokens, and norms' gradients added up."""
+    """Split embeddings by tokens, and add up norms' gradients. (`BY_TOKENS` splits the blocks.)"""
 
     def take_inputs(llama, args, kwargs):
         ids, given = args[0] if args else kwargs.pop("input_ids", None), kwargs.get("inputs_embeds")
-        if given is None:  # the words' sum and the tokens' scatter in one
+        if given is None:  # rows added up over ranks and tokens dealt out, in one
             local = ScatterSums.apply(llama.embed_tokens.part(ids), group)
         else:
             local = TakeTokens.apply(given, group)
         return (None, *args[1:]), kwargs | {"inputs_embeds": local}
 
-    # A gradient's hook belongs to its tensor, and leaving the meta device makes a new one: so the
-    # first forward adds it.
+    # A gradient's hook belongs to a tensor, and leaving the meta device makes a new tensor: so the
+    # first forward adds the hook.
     def add_up(norm, args):
         if norm.weight.requires_grad and not hasattr(norm.weight, "added_up"):
             norm.weight.added_up = norm.weight.register_hook(partial(all_reduce, group=group))

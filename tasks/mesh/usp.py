@@ -12,9 +12,9 @@ from utils.sequence import MaskInfo, convert_attention, share_heads
 
 
 def usp_attention(module, query, key, value, attention_mask, **kwargs):
-    """Shapes as `ulysses_attention`'s, among the neighbours.
+    """Exchange heads among neighbours, attend in rings, exchange back: (B, S/P, N, D) and None.
 
-    attention_mask: of `MaskInfo.to_tensor`.
+    query: (B, N, S/P, D); key, value: (B, K, S/P, D). attention_mask: made by `MaskInfo.to_tensor`.
     """
     length, ring = MaskInfo.from_tensor(attention_mask).length, module.get_group()
     first, stop = shard_range(length, ring.size(), ring.rank())
@@ -25,7 +25,7 @@ def usp_attention(module, query, key, value, attention_mask, **kwargs):
 
 
 class USPLlama(RingLlama):
-    """Takes and gives full sequences; a ring's share is the tokens of a Ulysses group together."""
+    """Takes and returns full sequences; a Ulysses group shares the tokens of a place in a ring."""
 
     def order(self, length):
         return ring_of(self.get_ring(), length, self.zigzag).order()
@@ -43,11 +43,11 @@ class USPLlama(RingLlama):
 
 
 def usp_parallelize(model, mesh, ulysses, zigzag=True):
-    """Make a LlamaForCausalLM sequence-parallel by both, as `sequence_parallelize` does by one.
+    """Make a LlamaForCausalLM sequence-parallel in place, by Ulysses and rings together.
 
-    ulysses: how many neighbours exchange heads; each is in a ring with every so many'th rank. With
-    4 ranks and ulysses=2, the pairs (0, 1) and (2, 3) exchange heads, (0, 2) and (1, 3) are rings,
-    and ranks 0 and 1 share the tokens of the rings' first position.
+    ulysses: how many neighbours exchange heads; a ring has one rank of each group of neighbours.
+    With 4 ranks and ulysses=2, the pairs (0, 1) and (2, 3) exchange heads, (0, 2) and (1, 3) are
+    rings, and ranks 0 and 1 share the tokens of the rings' first place.
     """
     group = group_of_axis(mesh)
     rank, ranks = group.rank(), group.size()

@@ -8,9 +8,9 @@ It imports torch and transformers alone, no script, and nothing of the packages 
     shared_memory   how ranks of one machine talk on a CPU
     memory, mesh    more techniques, of Task 5 and of `tp_ulysses.py`
 
-A script's technique imports from `utils.<module>` and from the scripts that it builds on. All that
-proves it is loaded when the script runs: `import harness` loads nothing, and `harness.start` loads
-`harness/job.py`, where `start` is, when it is first used.
+A script's technique imports from `utils.<module>` and from the scripts that it builds on. The code
+that checks a technique is loaded only when its script runs: `import harness` loads nothing, and the
+first use of `harness.start` loads `harness/job.py`, where `start` is.
 
 Shapes, in the whole repository: B batch, S sequence, H hidden, N query heads, K key/value heads,
 D head dim, F MLP units, V vocabulary, P ranks. Local sizes are written S/P, N/P and so on, also
@@ -21,9 +21,9 @@ from importlib import import_module
 
 
 def load_when_used(package):
-    """A package's `__getattr__`: the first use of a name loads its module, by names.py.
+    """Return a package's `__getattr__`: the first use of a name loads its module, by names.py.
 
-    So a script can `import harness` on top, and importing the script's technique loads none of it.
+    So a script can `import harness` on top, and who imports its technique loads nothing of harness.
     """
 
     def load(name):

@@ -1,14 +1,14 @@
 """Which of PEFT's adapters are right on a split model. PEFT itself is not imported here.
 
 Under sequence parallelism an adapter sees a rank's own tokens. It is right if what it does to a
-token depends on no other token, not on chance, and if it adds nothing to the loss. Those below are
-known to be so: tests compare them with plain PEFT. All others are refused. So are prompts that do
-more than stand before the embeddings: those that bring keys and values, or a loss of their own.
+token depends neither on other tokens nor on chance, and if it adds nothing to the loss. This is
+known of the adapters below: tests compare them with plain PEFT. All others are refused. Prompts are
+refused if they do more than stand before the embeddings: bring keys and values, or a loss.
 """
 
 import inspect
 
-# By the package of PEFT's layers, or else by the class; variants of LoRA by their class.
+# Names of the packages of PEFT's layers, or else of their classes; of LoRA's variants, classes.
 BY_TOKEN = {
     "adaption_prompt", "beft", "boft", "bone", "c3a", "deft", "delora", "fourierft", "frod",
     "glora", "gralora", "hira", "hra", "ia3", "ln_tuning", "loha", "lokr", "lora", "miss", "oft",
@@ -23,11 +23,11 @@ VIRTUAL_TOKENS = "PROMPT_TUNING", "P_TUNING", "MULTITASK_PROMPT_TUNING"
 
 
 def adapters_of(model):
-    """The kinds of PEFT's adapters in a model's layers, as in `BY_TOKEN`."""
+    """Return the kinds of PEFT's adapters in a model's layers, by the names in `BY_TOKEN`."""
     kinds = set()
     for module in model.modules():
         if type(module).__module__.startswith("peft."):
-            layer = getattr(module.forward, "__self__", module)  # X-LoRA's do the work of LoRA's
+            layer = getattr(module.forward, "__self__", module)  # X-LoRA's work for LoRA's
             _, *path = type(layer).__module__.split(".")
             kinds.add(path[1] if path[0] == "tuners" else type(layer).__name__)
             active = getattr(layer, "active_adapters", ())
@@ -37,10 +37,10 @@ def adapters_of(model):
 
 
 def check_prompt():
-    """ValueError for a prompt of PEFT's that is more than virtual tokens.
+    """Raise ValueError for a prompt of PEFT's that is more than virtual tokens.
 
-    It is no part of the model that it stands before. Only the frame of PEFT's forward, which has
-    called the model's, tells of it.
+    The prompt is not a part of the model before which it stands. Only the frame of PEFT's forward,
+    which has called the model's forward, tells of the prompt.
     """
     frame = inspect.currentframe()
     while frame:
@@ -54,7 +54,7 @@ def check_prompt():
 
 
 def check_by_token(model):
-    """ValueError for adapters that are not known to treat each token alone."""
+    """Raise ValueError for adapters not known to treat each token alone, and by `check_prompt`."""
     if unknown := adapters_of(model) - BY_TOKEN:
         raise ValueError(f"{', '.join(sorted(unknown))}: adapters that are not known to treat each "
                          "token alone, as a split sequence needs it")  # fmt: skip
@@ -62,7 +62,7 @@ def check_by_token(model):
 
 
 def refuse_adapters(model):
-    """ValueError for adapters of layers: none is right on slices of weights."""
+    """Raise ValueError for adapters (none is right on slices of weights), and by `check_prompt`."""
     if kinds := adapters_of(model):
         raise ValueError(f"{', '.join(sorted(kinds))}: PEFT's adapters do not know of slices of "
                          "weights; use them with sequence parallelism alone")  # fmt: skip

@@ -20,26 +20,26 @@ except ImportError:  # its name before PyTorch 2.13
 
 SHARED_MEMORY = "shared_memory"  # the name of the backend in the package of this name
 # Whether half-precision sums over more than two ranks are exact but for one rounding: see
-# `all_reduce_`. Set it to False, on all ranks, to have the library's own.
+# `all_reduce_`. Set it to False, on all ranks, to have the library's own sums.
 PRECISE = True
-FEW_BYTES = 2**16  # by gloo: up to here a sum in one step is quicker than one in two
+FEW_BYTES = 2**16  # by gloo: up to here a sum in one step is quicker than a sum in two steps
 
 
 def group_of_axis(mesh):
-    """The process group of a DeviceMesh of one axis. Raises ValueError for a mesh of several."""
+    """Return the process group of a DeviceMesh of one axis; raise ValueError for several axes."""
     if mesh.ndim != 1:
         raise ValueError(f"a mesh of {mesh.ndim} axes, {mesh.mesh_dim_names}: give one of them, as "
                          "in mesh[name]")  # fmt: skip
     return mesh.get_group()
 
 
-@cache  # each is a communicator, with memory of its own
+@cache  # each group is a communicator, with memory of its own
 def subgroup(group, kind, start, stop, step=1):
     """Return the process group of `group`'s ranks [start:stop:step].
 
-    A collective: all ranks of `group` call it, each for its own subgroup, as NCCL may split the
-    communicator. kind: names the split, so that all ranks create a group or all reuse one, for
-    PyTorch names a group by how many its rank has made. Its timeout is `group`'s.
+    All ranks of `group` call it together, each for its own subgroup, because NCCL may split the
+    communicator. kind: a name of the split, so that all ranks create a subgroup or all reuse one:
+    PyTorch names a group by how many groups its rank has made. The timeout is `group`'s.
     """
     members = dist.get_process_group_ranks(group)[start:stop:step]
     device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
@@ -50,11 +50,11 @@ def subgroup(group, kind, start, stop, step=1):
 def all_reduce(tensor, group):
     """Sum over the ranks of `group`, out of place: autograd may still need the input.
 
-    By gloo few bytes cost the number of their messages: its all-reduce scatters the sum and gathers
-    it, one after the other; an all-gather and a sum on each rank are half of the steps.
+    With gloo, few bytes cost as much time as they take steps. Its all-reduce scatters the sum, and
+    then gathers it; an all-gather, after which each rank adds up for itself, takes half the steps.
     """
     by_gloo = tensor.device.type == "cpu" and dist.get_backend(group) == "gloo"
-    # (Within torch.compile, where a size may be a name, `nbytes` is an error.)
+    # (Within torch.compile, where a size may be a symbol, `nbytes` is an error.)
     if by_gloo and tensor.numel() * tensor.element_size() <= FEW_BYTES:
         return all_gather(tensor, group).sum(0)
     total = tensor.clone(memory_format=torch.contiguous_format)
@@ -65,10 +65,10 @@ def all_reduce(tensor, group):
 def all_reduce_(tensor, group):
     """Sum over the ranks of `group`, in place. tensor: contiguous.
 
-    A library's all-reduce adds half-precision parts one by one, and rounds each time: gloo's and
-    NCCL's. (Not so that of `shared_memory/group.py`.) Here each rank is sent all parts of its
-    slice, adds them in float32, and rounds once. A scatter and a gather are what an all-reduce is
-    made of: it costs no byte more, but some time, see figures/speed.md. Unless `PRECISE` is False.
+    The all-reduces of gloo and NCCL add half-precision parts one by one, and round each time. (The
+    all-reduce of `shared_memory/group.py` does not.) Here, unless `PRECISE` is False, each rank is
+    sent all parts of its slice, adds them in float32, and rounds once. As in an all-reduce, there
+    are a scatter and a gather: no more bytes are sent, but it takes longer, see figures/speed.md.
     """
     P = group.size()
     exact = tensor.dtype.itemsize > 2 or dist.get_backend(group) == SHARED_MEMORY
@@ -84,7 +84,7 @@ def all_reduce_(tensor, group):
 
 
 def all_gather(tensor, group):
-    """Every rank's tensor, all of one shape: (P, *shape), the same on all ranks of `group`."""
+    """Gather every rank's tensor, all of one shape: (P, *shape), the same on `group`'s ranks."""
     everyone = tensor.new_empty(group.size(), *tensor.shape)
     all_gather_single(everyone, tensor[None].contiguous(), group=group)
     return everyone
@@ -116,7 +116,7 @@ class ReduceFromRegion(torch.autograd.Function):
             per rank        forward         backward
     x       (..., H)        all-reduce(x)   dy
 
-    Every rank's partial sum enters the output once, so each gets the output's full gradient.
+    Every rank's partial sum enters the output once, so each partial sum gets the full gradient.
     """
 
     @staticmethod
@@ -138,7 +138,7 @@ class GatherShares(torch.autograd.Function):
                 per rank        forward         backward
     x           (..., V/P)      (..., V)        this rank's slice of dy
 
-    Every rank computes the same from the full tensor, so each has its full gradient already.
+    Every rank computes the same from the full tensor, so each rank has the full gradient already.
     """
 
     @staticmethod

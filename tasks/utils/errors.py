@@ -6,6 +6,6 @@ class UserError(ValueError):
 
 
 def one_line(error):
-    """What a library's exception says, in one line. A KeyError's message is only the key."""
+    """Return what a library's exception says, in one line. A KeyError's message is only the key."""
     said = " ".join(str(error).split())
     return repr(error) if isinstance(error, LookupError) or not said else said

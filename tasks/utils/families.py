@@ -1,6 +1,6 @@
 """The seam to Hugging Face: where a Llama, its relatives and a GPT-2 have their parts.
 
-GPT-2 is read by the scripts that split layers or samples, not what is inside a layer.
+Scripts that split layers or samples take a GPT-2, too; scripts that split within layers do not.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ class Family:
     config: str
     model: str
     layer: str
-    base: str  # in the model; the next four are in the base, the last one in a layer
+    base: str  # in the model; the next four are in the base, attention is in a layer
     layers: str
     embedding: str
     positions: str | None  # an embedding of positions, where there is one
@@ -34,12 +34,12 @@ class Family:
 
     @property
     def embedding_weight(self):
-        """The name of the embedding's parameter."""
+        """Return the name of the embedding's parameter."""
         return f"{self.base}.{self.embedding}.weight"
 
 
 def built_as_llama(kind, name):
-    """A family of which each part has the name of a Llama's."""
+    """Return a family whose parts have the names of a Llama's parts."""
     return Family(
         kind=kind, config=f"{name}Config", model=f"{name}ForCausalLM", layer=f"{name}DecoderLayer",
         base="model", layers="layers", embedding="embed_tokens", positions=None, norm="norm",
@@ -67,29 +67,29 @@ def family_of(model):
 
 
 def base_of(model):
-    """The model without its head."""
+    """Return the model without its head."""
     return getattr(model, family_of(model).base)
 
 
 def layers_of(model):
-    """Its layers, an nn.ModuleList."""
+    """Return the model's layers, an nn.ModuleList."""
     return getattr(base_of(model), family_of(model).layers)
 
 
 def embedding_of(model):
-    """Its embedding of words; None in a stage of a pipeline that has none."""
+    """Return the model's token embedding; None in a pipeline's stage that has no embedding."""
     return getattr(base_of(model), family_of(model).embedding)
 
 
 def norm_of(model):
-    """The norm behind its last layer."""
+    """Return the norm behind the model's last layer."""
     return getattr(base_of(model), family_of(model).norm)
 
 
 class LayersInOrder(nn.ModuleList):
-    """Some layers of a model, by their place here, under the names that they have in the model.
+    """Some layers of a model, indexed by their place here, named as they are in the model.
 
-    nn.ModuleList looks up index i by the name i; GPT-2 of transformers 4 indexes its layers.
+    nn.ModuleList would look up index i by the name i; GPT-2 of transformers 4 indexes its layers.
     """
 
     def __getitem__(self, place):

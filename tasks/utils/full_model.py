@@ -2,8 +2,8 @@
 
 Every parameter knows which region of the full tensor this rank has (`shards.shard_of`), and nothing
 else is needed here: not which technique split the model, nor along how many axes of a mesh. All
-ranks of `group`, by default all there are, call these functions together. What several of them have
-counts once, and is taken from the first of them.
+ranks of `group`, by default all there are, call these functions together. A region that several
+ranks have counts once, and is taken from the first of these ranks.
 """
 
 import hashlib
@@ -26,9 +26,9 @@ from utils.shards import full_shape_of, shard_of
 
 
 def parameters_of(model):
-    """{name: parameter}, by the names that the model has without torch.compile's wrappers.
+    """Return {name: parameter}, by the names that the model has without torch.compile's wrappers.
 
-    FSDP2's are slices again: after a forward without a backward those of its root are whole.
+    Makes FSDP2's parameters slices again: after a forward without a backward, its root's are whole.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -37,12 +37,12 @@ def parameters_of(model):
 
 
 def rank_in(group):
-    """This rank's number in `group`, by default of all; 0 without torch.distributed."""
+    """Return this rank's number in `group`, by default in all; 0 without torch.distributed."""
     return dist.get_rank(group) if dist.is_initialized() else 0
 
 
 def gather_objects(value, group):
-    """Every rank's value, in a list."""
+    """Gather every rank's value, in a list."""
     if not dist.is_initialized():
         return [value]
     everyone = [None] * dist.get_world_size(group)
@@ -57,7 +57,7 @@ def clip_grad_norm_(model, max_norm, group=None):
     """Scale all gradients in place so that the full model's norm is at most `max_norm`.
 
     It takes the place of `torch.nn.utils.clip_grad_norm_`, which would take each rank's slices for
-    all there is. Returns the norm before, as `grad_norm` does, and raises as that.
+    all gradients. Returns the norm before the scaling; raises ValueError as `grad_norm` does.
     """
     norm = grad_norm(model, group)  # and FSDP2's units are slices from now on
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # PyTorch's own formula
@@ -71,22 +71,22 @@ def clip_grad_norm_(model, max_norm, group=None):
 
 @torch.no_grad()
 def grad_norm(model, group=None):
-    """The 2-norm of all gradients of the full model, a float64 scalar, the same bits on all ranks.
+    """Return the 2-norm of all gradients of the full model: float64, the same bits on all ranks.
 
     Raises ValueError where ranks that have the same part of a parameter have different gradients
-    for it: those of their own tokens or samples, which are not summed yet.
+    for it: gradients of their own tokens or samples, which are not summed yet.
     """
     trained = [(name, p) for name, p in parameters_of(model).items() if p.requires_grad]
     norms = {name_of_part(name, p): norm_of(p) for name, p in trained}
     device = trained[0][1].device if trained else torch.device("cpu")
-    first = {}  # of each part the norm that the first rank has which has this part
+    first = {}  # {part: its norm on the first rank that has this part}
     for table in gather_tables(norms, device, group):
         for part, norm in table:
             expected = first.setdefault(part, norm)
             if not math.isfinite(norm):
-                first[part] = norm  # of whichever rank: all are to see it
-            # (Ranks that compute the same by other kernels may round differently. A sum that was
-            # left out is farther off. What is not finite is the caller's to see.)
+                first[part] = norm  # whichever rank has it: all ranks are to return it
+            # (Ranks that compute the same by different kernels may round differently. Where a sum
+            # was left out, norms differ by more. A norm that is not finite is left to the caller.)
             if abs(norm - expected) > 1e-2 * max(norm, expected):
                 of = {digest_of(part): part for part in norms}.get(part, "a parameter of others")
                 raise ValueError(
@@ -98,12 +98,12 @@ def grad_norm(model, group=None):
 
 
 def name_of_part(name, parameter):
-    """A text that is the same on all ranks that have the same region of a parameter."""
+    """Return a text that is the same on all ranks that have the same region of a parameter."""
     return f"{name} {[(part.start, part.stop) for part in shard_of(parameter)]}"
 
 
 def norm_of(parameter):
-    """Of this rank's part of the gradient; 0 where there is none."""
+    """Return the norm of this rank's part of the gradient; 0 where there is no gradient."""
     if parameter.grad is None:
         return torch.zeros((), dtype=torch.float64, device=parameter.device)
     grad = local_part(parameter.grad, parameter)
@@ -112,13 +112,13 @@ def norm_of(parameter):
 
 
 def digest_of(part):
-    """64 bits that stand for a part's name, so that a table of them is a tensor."""
+    """Return 64 bits that stand for a part's name, so that a table of names is a tensor."""
     digest = hashlib.sha256(part.encode()).digest()
     return int.from_bytes(digest[:8], "big", signed=True)
 
 
 def gather_tables(norms, device, group):
-    """Every rank's [(digest of a part, norm)], from its {part: norm}: 16 bytes a part are sent."""
+    """Yield each rank's [(digest of a part, norm)], from its {part: norm}; send 16 bytes a part."""
     digests = torch.tensor([digest_of(part) for part in norms], dtype=torch.int64, device=device)
     values = torch.stack([*norms.values(), digests.new_zeros((), dtype=torch.float64)])[:-1]
     table = torch.stack([digests, values.view(torch.int64)], dim=1)
@@ -141,7 +141,7 @@ def gather_tables(norms, device, group):
 
 @dataclass(frozen=True)
 class Described:
-    """A full parameter. parts: {region, ((start, stop) for each dim): the rank to take it from}."""
+    """A full parameter. parts: {region: the rank to take it from}; region: (start, stop) by dim."""
 
     shape: tuple
     dtype: torch.dtype
@@ -153,9 +153,9 @@ class Described:
 
 
 def describe(model, group=None):
-    """{name: `Described`} of all parameters of the full model, the same on all ranks.
+    """Return {name: `Described`} of all parameters of the full model, the same on all ranks.
 
-    Raises ValueError, on all ranks, where the ranks do not have all of one together.
+    Raises ValueError, on all ranks, for a parameter that the ranks together do not have in full.
     """
     local = {}
     for name, parameter in parameters_of(model).items():
@@ -175,9 +175,9 @@ def describe(model, group=None):
 
 @torch.no_grad()
 def full_tensors(model, found, group=None):
-    """Yield (name, tensor), one after the other: full, on the CPU, on rank 0; elsewhere None.
+    """Yield (name, full tensor), one after the other, on the CPU of rank 0; elsewhere (name, None).
 
-    found: of `describe`. No rank ever has more than one tensor in full.
+    found: what `describe` returned. No rank ever has more than one full tensor.
     """
     parameters = parameters_of(model)
     rank, group = 0, group or (dist.group.WORLD if dist.is_initialized() else None)
@@ -197,7 +197,7 @@ def full_tensors(model, found, group=None):
 
 
 def pass_to_first(piece, region, dtype, holder, group):
-    """Send a piece from rank `holder` to rank 0, which gets it."""
+    """Send a piece from rank `holder` to rank 0; return it there."""
     by_nccl = dist.get_backend(group) == "nccl"
     device = torch.device("cuda", torch.cuda.current_device()) if by_nccl else torch.device("cpu")
     first, source = (dist.get_global_rank(group, rank) for rank in (0, holder))
@@ -211,9 +211,9 @@ def pass_to_first(piece, region, dtype, holder, group):
 
 
 def full_state_dict(model, group=None):
-    """{name: tensor} of all parameters of the full model, on the CPU of rank 0; elsewhere {}.
+    """Return {name: tensor} of the full model's parameters, on the CPU of rank 0; elsewhere {}.
 
-    What `model.state_dict()` would be, were the model not split; of tied weights one name.
+    They are those of `model.state_dict()`, were the model not split; tied weights have one name.
     """
     tensors = full_tensors(model, describe(model, group), group)
     return {name: tensor for name, tensor in tensors if tensor is not None}
@@ -226,15 +226,16 @@ INDEX = "model.safetensors.index.json"
 
 
 def save_pretrained(model, folder, max_shard_size="5GB", group=None):
-    """Write the folder that transformers' `save_pretrained` writes of the full model; rank 0 does.
+    """Write, on rank 0, the folder that transformers' `save_pretrained` writes of the full model.
 
-    Weights (safetensors; beyond `max_shard_size`, bytes or a word such as "5GB", several files and
-    an index), configuration and generation settings. A tensor is gathered, written and forgotten
-    before the next, so that no rank needs room for the model. Files get their names when all are
-    complete: what was there before is still there if one cannot be written. Then all ranks raise
-    OSError.
+    It has weights (safetensors; beyond `max_shard_size`, bytes or a text such as "5GB", several
+    files and an index), configuration and generation settings. A tensor is gathered, written and
+    forgotten before the next, so that no rank needs room for the model. Weights' files get their
+    names at the end, when all are complete; settings are overwritten in place just before. If
+    weights cannot be written, all earlier files are still there, and all ranks raise OSError.
 
-    Of a PEFT model the adapter is written, by PEFT. Raises ValueError as `describe` does.
+    Of a PEFT model only the adapter is written, by PEFT; on a split model an adapter is a
+    ValueError. Raises ValueError as `describe` does, too.
     """
     model = getattr(model, "_orig_mod", model)  # of torch.compile(model)
     is_adapter = hasattr(model, "peft_config")
@@ -254,13 +255,13 @@ def save_pretrained(model, folder, max_shard_size="5GB", group=None):
     tensors = full_tensors(model, found, group)
     if rank == 0:
         error = attempt(lambda: write_all(model, folder, files, found, tensors))
-    for _ in tensors:  # of other ranks, and after an error: nobody may wait for a piece
+    for _ in tensors:  # on other ranks, and after an error: else a rank would wait for a piece
         pass
     return raise_together(error, folder, group)
 
 
 def attempt(function):
-    """Call it, and return the exception that it raised, or None."""
+    """Call a function; return the exception that it raised, or None."""
     try:
         function()
     except Exception as error:
@@ -269,7 +270,7 @@ def attempt(function):
 
 
 def raise_together(error, folder, group):
-    """OSError on all ranks if there was an error on rank 0."""
+    """Raise OSError on all ranks if there was an error on rank 0."""
     said = [None if error is None else f"{folder}: not written ({error})"]
     if dist.is_initialized():
         dist.broadcast_object_list(said, dist.get_global_rank(group or dist.group.WORLD, 0), group)
@@ -278,7 +279,7 @@ def raise_together(error, folder, group):
 
 
 def into_files(found, max_shard_size):
-    """{file: its tensors' names}, none larger than that but for a single tensor."""
+    """Return {file: its tensors' names}; only a single tensor may be larger than max_shard_size."""
     groups, room = [], 0
     for name, one in found.items():
         if one.nbytes > room or not groups:
@@ -293,7 +294,7 @@ def into_files(found, max_shard_size):
 
 
 def write_all(model, folder, files, found, tensors):
-    """Write all files by other names, and rename them at the end."""
+    """Write weights under other names, overwrite the settings, and rename the weights' files."""
     folder.mkdir(parents=True, exist_ok=True)
     written = {}  # {name: its path so far}
     try:
@@ -318,9 +319,9 @@ def write_all(model, folder, files, found, tensors):
 
 
 def write_safetensors(path, found, tensors):
-    """A safetensors file, tensor by tensor, as they come. found: {name: `Described`}, in order.
+    """Write a safetensors file, tensor by tensor. found: {name: `Described`}, in their order.
 
-    The library's own writer wants all of them at once. The format is a length, a header of JSON,
+    The library's own writer wants all tensors at once. The format is a length, a header of JSON,
     and the tensors' bytes (https://huggingface.co/docs/safetensors).
     """
     header, offset = {"__metadata__": {"format": "pt"}}, 0
@@ -341,7 +342,10 @@ def write_safetensors(path, found, tensors):
 
 
 def library_class(model):
-    """The class of transformers that a model is of, or that a technique's class is made from."""
+    """Return a model's class in transformers, or the class that a technique has mixed into its own.
+
+    Raises ValueError for a model of another library.
+    """
     for kind in type(model).__mro__:
         if kind.__module__.startswith("transformers."):
             return kind
@@ -349,10 +353,10 @@ def library_class(model):
 
 
 def write_settings(model, folder, dtype):
-    """config.json and generation_config.json, as the full model has them."""
+    """Write config.json and generation_config.json, as the full model has them."""
     config, generation = settings_of(model)
     config.architectures = [library_class(model).__name__]
-    # transformers 4 calls it otherwise.
+    # transformers 4 has another name for the dtype.
     setattr(config, "dtype" if hasattr(config, "dtype") else "torch_dtype", dtype)
     config.save_pretrained(folder)
     generation.save_pretrained(folder)

@@ -1,4 +1,4 @@
-"""Gradients: their sums over ranks, in few messages; and those of one backward alone."""
+"""Gradients: their sums over ranks, in few messages; and how to keep one backward's apart."""
 
 from contextlib import contextmanager
 
@@ -10,9 +10,9 @@ from utils.collectives import all_reduce_
 
 
 def check_mesh(tensors, group):
-    """ValueError for DTensors of which the ranks of `group` have different parts.
+    """Raise ValueError for DTensors whose mesh has several ranks of `group`, replicated or not.
 
-    On another axis than their mesh's, a sum of DTensors is the sum of the ranks' local parts.
+    Over ranks of which only one is in a DTensor's mesh, its sum is the sum of the local parts.
     """
     ranks = set(dist.get_process_group_ranks(group))
     for tensor in tensors:
@@ -25,10 +25,10 @@ def check_mesh(tensors, group):
 
 @contextmanager
 def new_gradients(tensors):
-    """Inside the context these tensors start without gradients; on exit the old ones are added.
+    """Set tensors' gradients aside, as a context; on exit add them to the gradients made inside.
 
-    So a sum over ranks, inside, is of what is new. The old ones are those of earlier microbatches,
-    which are summed already.
+    So a sum over ranks, inside, is a sum of new gradients alone. Those set aside are gradients of
+    earlier microbatches, which are summed already.
     """
     earlier = [(tensor, tensor.grad) for tensor in tensors]
     for tensor, _ in earlier:
@@ -44,7 +44,7 @@ def new_gradients(tensors):
 
 
 def sum_in_place(grads, group, bucket_bytes=2**25):
-    """Each tensor becomes its sum over the ranks of `group`; see `sum_gradients`."""
+    """Replace each tensor by its sum over the ranks of `group`; see `sum_gradients`."""
     buckets = []
     for grad in map(local_part, grads):
         last = buckets[-1] if buckets else []
@@ -58,7 +58,7 @@ def sum_in_place(grads, group, bucket_bytes=2**25):
 
 
 def sum_together(bucket, group):
-    """One all-reduce, in place; of a flat copy if there are several tensors."""
+    """Sum a bucket's tensors in one all-reduce, in place; by a flat copy if there are several."""
     alone = len(bucket) == 1 and bucket[0].is_contiguous()
     flat = bucket[0] if alone else torch.cat([g.flatten() for g in bucket])
     all_reduce_(flat, group)
@@ -68,8 +68,8 @@ def sum_together(bucket, group):
 
 
 def local_part(tensor, like=None):
-    """What this rank holds of a DTensor, laid out as `like` is; any other tensor as it is."""
+    """Return what this rank holds of a DTensor, placed as `like` is; any other tensor as it is."""
     if not isinstance(tensor, DTensor):
         return tensor
-    # A gradient need not lie where its parameter does: that of an embedding is full on all ranks.
+    # A gradient need not be placed as its parameter is: an embedding's is full on all ranks.
     return (tensor if like is None else tensor.redistribute(placements=like.placements)).to_local()

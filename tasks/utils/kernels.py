@@ -1,5 +1,5 @@
-"""Attention by the device's own kernels, with what `F.scaled_dot_product_attention` keeps back: the
-log-sum-exps. From these its backward can be run alone, and blocks of it be merged into the whole.
+"""Attention by the device's own kernels, with the log-sum-exps that `scaled_dot_product_attention`
+keeps to itself. By these the backward can be run alone, and attention to blocks of keys be merged.
 
 Shapes as in `utils/__init__.py`. Source: FlashAttention-2, arXiv 2307.08691, section 3.1.
 """
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 aten = torch.ops.aten
 # What a selective checkpoint keeps: the outputs of attention's kernels, on the CPU and on CUDA.
-# (Lists that are made for CUDA miss the first, and attention is run twice.)
+# (Lists that are made for CUDA miss the first kernel: on the CPU attention is run twice then.)
 ATTENTION_OPS = [
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     aten._scaled_dot_product_flash_attention.default,
@@ -23,7 +23,7 @@ CUDNN_TILE = 128  # rows that cuDNN's kernels take at a time
 
 
 def kernel_of(q, k, causal=True, bias=None):
-    """Which kernel takes q (B, n, S, D) and k (B, k, T, D), forward and backward.
+    """Return which kernel takes q (B, n, S, D) and k (B, k, T, D), in forward and backward.
 
         device  dtype               heads       what is seen                kernel
         cpu     any                 any         anything                    cpu
@@ -41,7 +41,7 @@ def kernel_of(q, k, causal=True, bias=None):
     if q.dtype == torch.float64 or q.shape[-1] % 8:
         return "plain"
     new = torch.cuda.get_device_capability(q.device) >= (8, 0)
-    if q.dtype == torch.bfloat16 and not new:  # of which older GPUs have no kernel
+    if q.dtype == torch.bfloat16 and not new:  # older GPUs have no kernel for it
         return "plain"
     if cudnn_is_right(q, k, causal, bias):
         return "cudnn"
@@ -50,14 +50,14 @@ def kernel_of(q, k, causal=True, bias=None):
 
 
 def cudnn_is_right(q, k, causal=True, bias=None):
-    """Whether cuDNN's kernels are right here, and quicker: a third or more on an H200.
+    """Tell whether cuDNN's kernels are right here; they are quicker, by a third or more on an H200.
 
-    Without a bias, bfloat16, D <= 128, and 128 queries or more; causal over as many keys, or both
-    in whole tiles of 128. Not elsewhere, because of these errors, which no check of shapes finds:
-    in rows that see little, with a bias, or with keys that end within a tile, gradients may be NaN
+    They are for bfloat16 without a bias, D <= 128, and 128 queries or more: causal over as many
+    keys, or queries and keys in whole tiles of 128. Elsewhere they go wrong without an error: with
+    a bias, in rows that see little, or with keys that end within a tile, gradients may be NaN
     (pytorch issue 196678, cudnn-frontend issue 1072); on Blackwell numbers may be wrong where KV
-    heads are few (pytorch issue 193893), so GPUs of capability 9 alone. Its backward adds in any
-    order, so not with deterministic algorithms.
+    heads are few (pytorch issue 193893), so only GPUs of capability 9 use them. Their backward adds
+    in any order: they are not used with deterministic algorithms.
     """
     if q.device.type != "cuda" or q.dtype != torch.bfloat16 or bias is not None:
         return False
@@ -70,7 +70,7 @@ def cudnn_is_right(q, k, causal=True, bias=None):
 
 
 def for_all(keys, heads):
-    """KV heads (B, k, S, D), each as often as it has query heads; one alone takes no memory."""
+    """Repeat KV heads (B, k, S, D), each for all its query heads; if k is 1, without a copy."""
     if keys.shape[1] == 1:
         return keys.expand(-1, heads, -1, -1)
     return keys.repeat_interleave(heads // keys.shape[1], 1)
@@ -85,9 +85,9 @@ def sum_over_heads(num_kv_heads, *gradients):
 
 @cache
 def cpu_kernel_supports_gqa():
-    """Whether the CPU's kernel is right for fewer KV heads than query heads.
+    """Tell whether the CPU's kernel is right for fewer KV heads than query heads.
 
-    That of PyTorch 2.7 accepts them, and reads past the last one. Here ones lie there.
+    PyTorch 2.7's kernel accepts them, but reads past the last KV head, where this has ones.
     """
     q, kv = torch.zeros(1, 2, 1, 8), torch.zeros(1, 2, 1, 8)
     kv[:, 1] = 1
@@ -96,7 +96,7 @@ def cpu_kernel_supports_gqa():
 
 
 def bias_of(seen, like):
-    """What is added to scores: 0 where a key is seen, (..., T) of bool, else minus infinity."""
+    """Return what is added to scores: 0 where `seen`, bool (..., T), else minus infinity."""
     T = seen.shape[-1]
     # Rows of a multiple of 16 numbers: the efficient kernel takes no others.
     bias = like.new_zeros(*seen.shape[:-1], T + -T % 16)[..., :T]
@@ -104,35 +104,35 @@ def bias_of(seen, like):
 
 
 def as_taken(kernel, heads, *keys):
-    """KV heads (B, k, T, D) as a kernel takes them: as they are, or one for each query head."""
+    """Return KV heads (B, k, T, D) as a kernel takes them: unchanged, or one a query head."""
     grouped = kernel in ("flash", "cudnn") or (kernel == "cpu" and cpu_kernel_supports_gqa())
     return keys if grouped else [for_all(t, heads) for t in keys]
 
 
 def contiguous_last_dim(*tensors):
-    """Tensors (..., D) whose last dim has stride 1, as every kernel needs it.
+    """Return the tensors (..., D) with stride 1 in their last dim, as every kernel needs them.
 
-    The CPU's kernel does not look at that stride, and gives wrong numbers for another one: that of
-    an expanded gradient, say, as `.sum()` gives it.
+    The CPU's kernel does not look at this stride, and gives wrong numbers for another stride, such
+    as that of an expanded gradient, which `.sum()` gives.
     """
     return [t if t.stride(-1) == 1 else t.contiguous() for t in tensors]
 
 
 def materialized(*tensors):
-    """Tensors none of which has a stride of 0, as expanded ones have: cuDNN takes no such."""
+    """Return the tensors without strides of 0, such as expanded ones have: cuDNN takes none."""
     return [t.contiguous() if 0 in t.stride() else t for t in tensors]
 
 
 def heads_last(t):
-    """t, (B, n, S, D), in memory as (B, S, n, D): no copy where it lies so already."""
+    """Lay out t, (B, n, S, D), as (B, S, n, D) in memory; no copy if it lies so already."""
     return t.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def attend(q, k, v, causal=True, bias=None):
-    """Attention of q (B, n, S, D) to k, v (B, k, T, D): (o, log-sum-exps (B, n, S), rest).
+    """Attend from q (B, n, S, D) to k, v (B, k, T, D): (o, log-sum-exps (B, n, S), rest).
 
-    causal: token i sees keys 0 to i, unless there is a bias, (B, 1, S, T), of q's dtype: it is
-    added to the scores, and says all of what is seen (see `bias_of`). rest: what `attend_backward`
+    causal: token i sees keys 0 to i. bias: (B, 1, S, T), of q's dtype, is added to the scores; it
+    alone says then what is seen, whatever `causal` is (see `bias_of`). rest: what `attend_backward`
     takes besides. A query that sees nothing gets 0, and a log-sum-exp that means nothing.
     """
     causal = causal and bias is None
@@ -158,10 +158,10 @@ def attend(q, k, v, causal=True, bias=None):
 
 
 def attend_backward(grad, q, k, v, o, lse, rest=(), causal=True, bias=None):
-    """The gradients of q, k, v; attention is not run again.
+    """Compute the gradients of q, k, v; attention is not run again.
 
-    o, lse: over all keys that the queries see. k, v may be one block of them: the result is then
-    that block's exact gradients, since with the full lse, exp(scores - lse) is the true softmax.
+    o, lse: over all keys that the queries see. k, v may be a block of these keys: the result is
+    then its exact gradients, since with the full lse, exp(scores - lse) is the true softmax.
     Each tensor may lie in memory in any way.
     """
     num_kv_heads, causal = k.shape[1], causal and bias is None
@@ -199,7 +199,7 @@ def wide(*tensors):
 
 
 def scores(q, k, causal, bias):
-    """(B, k, n/k, S, T): all at once."""
+    """Compute all scores at once: (B, k, n/k, S, T)."""
     q = q.unflatten(1, (k.shape[1], -1)) / q.shape[-1] ** 0.5
     s = q @ k[:, :, None].mT
     if causal:
@@ -209,7 +209,7 @@ def scores(q, k, causal, bias):
 
 
 def plain(q, k, v, causal, bias):
-    """`attend`, written out."""
+    """Do what `attend` does, written out."""
     (k, v), s = wide(k, v), scores(*wide(q, k), causal, bias)
     lse = s.logsumexp(-1)
     p = (s - lse[..., None]).exp().nan_to_num(0)
@@ -217,7 +217,7 @@ def plain(q, k, v, causal, bias):
 
 
 def plain_backward(grad, q, k, v, o, lse, causal, bias):
-    """`attend_backward`, written out."""
+    """Do what `attend_backward` does, written out."""
     heads = k.shape[1], -1
     q, k, v, *others = wide(q, k, v, grad, o, lse)
     do, o, lse = (t.unflatten(1, heads) for t in others)

@@ -18,7 +18,7 @@ HEAD_NORMS = {"q_norm", "k_norm"}  # Qwen3's norms of each head
 
 
 def getter(group):
-    """A function that returns `group`, for a module to have: deep copies of it have the same group.
+    """Return a function that returns `group`: deep copies of a module that has it keep the group.
 
     copy.deepcopy cannot copy a process group, but takes a function as it is.
     """
@@ -26,23 +26,23 @@ def getter(group):
 
 
 def bind(function, **given):
-    """As functools.partial, whose arguments copy.deepcopy would copy; see `getter`."""
+    """Do as functools.partial, whose arguments copy.deepcopy would copy; see `getter`."""
     return lambda *args, **kwargs: function(*args, **given, **kwargs)
 
 
 @cache
 def mixed_in(ours, kind):
-    """A subclass of two: what `ours` has goes before what `kind`, a class of the library's, has."""
+    """Make a subclass of `ours` and of `kind`, a class of the library; `ours` has precedence."""
     return type(ours.__name__, (ours, kind), {"ordinary": kind})
 
 
 def rope_of(config):
-    """The rotary settings of a LlamaConfig: {} or {"rope_type": ..., ...}."""
+    """Return the rotary settings of a LlamaConfig: {} or {"rope_type": ..., ...}."""
     return getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
 
 
 def window_of(config):
-    """How many tokens, up to itself, a token looks at where layers have a window; None: at all."""
+    """Return how many tokens, itself included, a token sees in layers with a window, else None."""
     kinds = getattr(config, "layer_types", None)
     if getattr(config, "use_sliding_window", True) and (not kinds or "sliding_attention" in kinds):
         return getattr(config, "sliding_window", None)
@@ -50,18 +50,18 @@ def window_of(config):
 
 
 def check_ids(ids, vocab_size):
-    """IndexError for ids that no rank has, as from a full embedding; else they would count as 0.
+    """Raise IndexError, as a full embedding does, for ids that no rank has: they would count as 0.
 
-    On a GPU the device asserts it, as ever, and nobody waits for it.
+    On a GPU it is an assertion of the device, as ever, for which nobody waits here.
     """
     F.embedding(ids, torch.zeros((), device=ids.device).expand(vocab_size, 1))
 
 
 def next_tokens(labels, size, vocab_size, ignore_index=-100, shift_labels=None):
-    """Labels (B, S), shifted: the target of each of `size` tokens; the last has none.
+    """Shift labels (B, S): return the target of each token; the last has none. size: (B, S).
 
-    Raises ValueError for labels that are not `size` and for `shift_labels`, labels that are shifted
-    already, and IndexError as `check_ids` does.
+    Raises ValueError for labels that are not of shape `size`, and for `shift_labels`, which are
+    shifted already; IndexError as `check_ids` does.
     """
     if shift_labels is not None:
         raise ValueError("shift_labels: labels are shifted here")
@@ -73,7 +73,7 @@ def next_tokens(labels, size, vocab_size, ignore_index=-100, shift_labels=None):
 
 
 def refuse_adapters_across_tokens(model):
-    """ValueError for PEFT's adapters that are not right where each rank has its own tokens."""
+    """Raise ValueError for PEFT's adapters that are wrong where each rank has its own tokens."""
     if "peft" in sys.modules:
         from utils.adapters import check_by_token
 
@@ -81,9 +81,9 @@ def refuse_adapters_across_tokens(model):
 
 
 def guard_dropout(model, ranks):
-    """Refuse dropout of attention in training, by a ValueError, where ranks have different heads.
+    """Refuse dropout of attention in training, with a ValueError, if ranks have different heads.
 
-    With one seed, which they need, they would drop the same for different heads.
+    With one seed, which the ranks need, they would drop the same numbers of different heads.
     """
     if ranks > 1:
         from utils.refusals import refuse_dropout
@@ -92,10 +92,10 @@ def guard_dropout(model, ranks):
 
 
 def share_batches(model, group):
-    """Remember that the ranks of `group` share each batch; DDP over several of them is refused.
+    """Remember that the ranks of `group` share each batch, and refuse DDP over several of them.
 
-    For it would take the mean of what are parts of one gradient, or of different slices'. That is
-    also what Trainer and accelerate would do, by themselves, under torchrun.
+    DDP would average parts of one gradient, or the gradients of different slices. Trainer and
+    accelerate would do this, too, by themselves, under torchrun.
     """
     model.sharing = [*getattr(model, "sharing", []), getter(group)]
     from utils.refusals import check_first, refuse_shared_batches
@@ -106,8 +106,8 @@ def share_batches(model, group):
 class Guard:
     """A pre-hook, of a model or of a part, that calls check(model).
 
-    It holds the model weakly, or this would not be freed at once. A deep copy of the model has its
-    own.
+    It holds the model weakly, or the model would not be freed at once. A deep copy of the model has
+    a Guard of its own.
     """
 
     def __init__(self, model, check):
@@ -122,16 +122,16 @@ class Guard:
 
 
 def guard(model, check):
-    """Call check(model) in each forward of a LlamaForCausalLM, whenever its adapters were added."""
+    """Call check(model) in each forward of a LlamaForCausalLM, so that it sees later adapters."""
     for part in model, model.model:  # PEFT, or a user, may call only one of them with its hooks
         part.register_forward_pre_hook(Guard(model, check))
 
 
 def llama_of(model):
-    """The LlamaForCausalLM, or its relative, which may be under PEFT."""
+    """Return the LlamaForCausalLM, or its relative, in a model that may be under PEFT."""
     return next(module for module in model.modules() if isinstance(module, PreTrainedModel))
 
 
 def trained_parameters(model):
-    """{name: parameter} of what is trained."""
+    """Return {name: parameter} of what is trained."""
     return {name: p for name, p in model.named_parameters() if p.requires_grad}

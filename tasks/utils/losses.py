@@ -1,8 +1,8 @@
-"""Cross-entropy of large vocabularies: exact in float32, and of little memory.
+"""Cross-entropy of large vocabularies: exact in float32, and with little memory.
 
-It is `F.cross_entropy`, which loses digits here: its sums over a large vocabulary do on a CPU. And
-of the vocabulary's size it keeps nothing but the logits. (Peaks: the logits, and one more tensor
-like them, in float32 at least.) `tp_llama.py` has the same of logits that are split.
+It computes what `F.cross_entropy` does, whose sums over a large vocabulary lose digits on a CPU. Of
+tensors over the vocabulary it keeps only the logits. (At its peak there are the logits, and one
+more tensor of their shape, in float32 at least.) `tp_llama.py` has the same for split logits.
 
 Without any valid label (all are -100, or there is no token) a mean loss is NaN, 0 / 0, and all its
 gradients are 0: so it is in `F.cross_entropy` and in transformers, and so it is in every loss here.
@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 
 
 class CrossEntropy(torch.autograd.Function):
-    """Of logits (..., V) and targets (...), the loss of every token, (...).
+    """The loss of every token, (...), from logits (..., V) and targets (...).
 
     loss = log sum exp(logits - largest) - (target's logit - largest). Without the largest, sums of
     exponentials overflow; and were it added to their logarithm again, as in `logsumexp`, the result
@@ -40,22 +40,22 @@ class CrossEntropy(torch.autograd.Function):
 
 
 def cross_entropy(logits, targets, ignore_index=-100):
-    """Cross-entropy of every token; 0 for targets of ignore_index. (..., V), (...) -> (...).
+    """Compute every token's cross-entropy; 0 for targets of ignore_index. (..., V), (...) -> (...).
 
-    In float32 at least. Raises an error for other targets that are no words.
+    In float32 at least. Raises an error for other targets that are outside the vocabulary.
     """
     ignored = targets == ignore_index
     return CrossEntropy.apply(logits, targets.masked_fill(ignored, 0)).masked_fill(ignored, 0)
 
 
 def token_losses(logits, labels):
-    """Next-token losses of logits (B, S, V), labels (B, S): (B, S - 1); 0 for labels of -100.
+    """Compute next-token losses of logits (B, S, V), labels (B, S): (B, S - 1); 0 for -100.
 
     In float64 by PyTorch's cross-entropy, so that no mistake of ours is in both sides of a check.
-    In float32 by our own: of 49,152 logits, on a CPU, PyTorch's alone is off by more than the whole
-    model before it; and so would be all the gradients of the reference.
+    In other dtypes by ours: in float32, of 49,152 logits on a CPU, PyTorch's cross-entropy is off
+    by more than the whole model before it, and so would be all gradients of the reference.
     """
-    targets = F.pad(labels[:, 1:], (0, 1), value=-100)  # the last token's: no copy of the logits
+    targets = F.pad(labels[:, 1:], (0, 1), value=-100)  # padded: no copy of the logits is needed
     if logits.dtype != torch.float64:
         return cross_entropy(logits, targets)[:, :-1]
     losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
@@ -63,5 +63,5 @@ def token_losses(logits, labels):
 
 
 def mean_loss(losses, labels):
-    """Of `token_losses`: their mean over all labels that are not -100."""
+    """Return the mean of `token_losses` over all labels that are not -100."""
     return losses.sum() / (labels[:, 1:] != -100).sum()

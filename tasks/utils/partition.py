@@ -1,21 +1,21 @@
-"""Who owns what, in numbers: shares of units and heads, the sides of a mesh, stages of layers."""
+"""Who owns what, in numbers: shares of units and of heads, and the sides of a mesh."""
 
 from utils.errors import UserError
 
 
 def shard_range(items, parts, index):
-    """[start, stop) of share `index` when `items` are dealt to `parts` as evenly as possible."""
+    """Return [start, stop) of share `index` of `items`, dealt to `parts` as evenly as possible."""
     start = index * (items // parts) + min(index, items % parts)
     return start, start + items // parts + (index < items % parts)
 
 
 def shard_heads(num_heads, num_kv_heads, ranks, rank):
-    """This rank's query heads, its KV heads, and the ranks that hold the same KV heads.
+    """Return this rank's query heads, its KV heads, and the ranks that hold the same KV heads.
 
     Query heads g*G .. g*G+G-1 attend to KV head g, G = N/K (GQA, arXiv 2305.13245), so a rank's
     query heads must bring their KV heads along. Up to K ranks: whole KV groups are dealt out,
     unevenly if need be. More than K: each group goes to several ranks, which split its query heads
-    and each hold a copy of its one KV head. Returns three (start, stop) pairs.
+    and each hold a copy of its one KV head. All three are returned as (start, stop).
     Raises UserError for more ranks than query heads.
     """
     if ranks > num_heads:
@@ -34,7 +34,7 @@ def shard_heads(num_heads, num_kv_heads, ranks, rank):
 
 
 def sides_of(P, outer, inner, rows=None, columns=None):
-    """(rows, columns) of P ranks as a mesh of the axes `outer` and `inner`; None: to be chosen.
+    """Return (rows, columns) of P ranks as a mesh of axes `outer`, `inner`; None: to be chosen.
 
     Raises UserError where their product is not P.
     """

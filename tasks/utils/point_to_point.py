@@ -7,9 +7,9 @@ import torch.distributed as dist
 
 
 def send(tensor, target, group):
-    """Begin to send to a rank of `group`: the work, and the tensor, which must last until its end.
+    """Begin to send to a rank of `group`; return the work, and the tensor, to keep until its end.
 
-    Through host memory by gloo, which sends nothing else from rank to rank.
+    With gloo it goes through host memory: gloo sends nothing else from rank to rank.
     """
     if tensor.is_cuda and dist.get_backend(group) == "gloo":
         tensor = tensor.cpu()
@@ -17,7 +17,7 @@ def send(tensor, target, group):
 
 
 def receive(source, group, shapes, like):
-    """Yield what a rank of `group` sends, tensors of these shapes. The next is always under way.
+    """Yield the tensors, of these shapes, that a rank of `group` sends; the next is under way.
 
     like: a tensor of their dtype and device.
     """
@@ -36,7 +36,7 @@ def receive(source, group, shapes, like):
 
 
 def exchange(sends, receives, group):
-    """Begin messages to and from ranks of `group`, all at once; return what waits for them.
+    """Begin messages to and from ranks of `group`, all at once; return a function that waits.
 
     sends, receives: [(contiguous tensor, rank)]; messages between two ranks are in the same order
     on both. Do not touch the tensors before the wait. By gloo they go through host memory.
@@ -57,6 +57,6 @@ def exchange(sends, receives, group):
         for x, (tensor, _) in zip(there, receives, strict=True):
             if x is not tensor:
                 tensor.copy_(x)
-        here.clear()  # until now somebody had to have them
+        here.clear()  # until now they had to be kept
 
     return wait

@@ -1,4 +1,4 @@
-"""What is refused when a model is split, and from then on. It is loaded then, not before.
+"""What is refused when a model is split, and from then on. This file is loaded then, not before.
 
 Shapes as in `utils/__init__.py`.
 """
@@ -22,10 +22,10 @@ OF_MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 
 
 def check_ordinary(model):
-    """Reject what is not built as a LlamaForCausalLM, subclasses, and models of DTensors.
+    """Raise ValueError for subclasses, DTensors, and what is not built as a LlamaForCausalLM.
 
-    Built so are Mistral, Qwen2, Qwen3 and SmolLM3, too: a model is known by its parts. By a
-    ValueError, which names the part that is not known, or missing.
+    Mistral, Qwen2, Qwen3 and SmolLM3 are built as one: a model is known by its parts. The error
+    names a part that is unknown or missing.
     """
     name = type(model).__name__
     if not type(model).__module__.startswith("transformers.models."):
@@ -45,7 +45,7 @@ def check_ordinary(model):
 
 
 def check_parts(name, module, parts, more=frozenset()):
-    """ValueError for a module without some of these parts, or with others; `more`: it may have."""
+    """Raise ValueError for a module that lacks some `parts`, or has any but these and `more`."""
     found = dict(module.named_children()).keys()
     unknown = sorted((found - parts - more) | dict(module.named_parameters(recurse=False)).keys())
     if unknown or parts - found:
@@ -56,7 +56,7 @@ def check_parts(name, module, parts, more=frozenset()):
 
 
 def refuse_dropout(model):
-    """ValueError in training with dropout of attention, see `guard_dropout`."""
+    """Raise ValueError in training with dropout of attention, see `guard_dropout`."""
     attention = getattr(model, "model", model).layers[0].self_attn.modules()  # PEFT may wrap it
     rate = next((m.attention_dropout for m in attention if hasattr(m, "attention_dropout")), 0)
     if model.training and rate:
@@ -66,7 +66,7 @@ def refuse_dropout(model):
 
 
 def check_first(owner, name, check):
-    """From now on `owner`'s function begins with check(its arguments by name), which may raise."""
+    """Let `owner`'s function, from now on, begin with check({name: argument}), which may raise."""
     original = getattr(owner, name)
     if getattr(original, "check", None) is check:
         return
@@ -86,7 +86,7 @@ def check_first(owner, name, check):
 
 
 def refuse_shared_batches(given):
-    """Of what DistributedDataParallel is given: ValueError over ranks that share each batch."""
+    """Raise ValueError for DDP over ranks that share each batch. given: DDP's arguments."""
     mesh = given.get("device_mesh")
     group = mesh.get_group() if mesh else given.get("process_group")
     ranks = {*dist.get_process_group_ranks(group)}
@@ -101,9 +101,9 @@ def refuse_shared_batches(given):
 
 
 def refuse_to_clip_slices(given):
-    """Of what PyTorch's `clip_grad_norm_` is given: ValueError for slices.
+    """Raise ValueError for slices. given: the arguments of PyTorch's `clip_grad_norm_`.
 
-    Each rank would clip by the norm of its own ones, and ranks would part.
+    Each rank would clip by the norm of its own slices, and the ranks would drift apart.
     """
     parameters = given["parameters"]
     if any(map(is_slice, [parameters] if torch.is_tensor(parameters) else parameters)):
@@ -114,9 +114,9 @@ def refuse_to_clip_slices(given):
 
 
 def refuse_to_scale_slices(given):
-    """Of what PyTorch's `GradScaler.unscale_` is given: ValueError for slices.
+    """Raise ValueError for slices. given: the arguments of PyTorch's `GradScaler.unscale_`.
 
-    A rank whose own ones overflow would leave out the step, and ranks would part.
+    A rank whose own slices overflow would leave out the step, and the ranks would drift apart.
     """
     groups = given["optimizer"].param_groups
     if given["self"].is_enabled() and any(is_slice(p) for of in groups for p in of["params"]):

@@ -1,4 +1,4 @@
-"""The sum of gradients over ranks, of replicated parameters that saw each rank's own tokens.
+"""Gradients of replicated parameters, summed over ranks that used them for different tokens.
 
 Shapes as in `utils/__init__.py`.
 """
@@ -15,14 +15,15 @@ from utils.gradients import check_mesh, local_part, sum_in_place
 def sum_gradients(tensors, mesh, bucket_bytes=2**25):
     """All-reduce the gradients of replicated parameters over the ranks that split the tokens.
 
-    mesh: of the axis whose ranks had different tokens. All of them must have gradients for the same
-    tensors. In place. Small ones travel together, up to `bucket_bytes`: few messages, and little
-    copied. DTensors may be split over another axis; of this one, `check_mesh` raises ValueError.
+    In place. mesh: of the axis whose ranks had different tokens. All these ranks must have
+    gradients for the same tensors. Small gradients travel together, up to `bucket_bytes`: few
+    messages, and little copied. DTensors may be split over another axis; `check_mesh` raises
+    ValueError for DTensors whose mesh has several of these ranks.
 
     Call it once, after the last backward before the optimizer: with k microbatches, after the k-th.
-    A later call would add up the earlier sum again, once for each rank. So from now on a ValueError
-    is raised by a second call, and by a backward that adds to the sum, unless the gradients are
-    None or 0 by then. (`new_gradients` sums after each backward, at the cost of a copy.)
+    A second call would add up the first sum again, once for each rank. So a second call raises
+    ValueError, and so does a backward that adds to the sum, unless the gradients are None or 0 by
+    then. (Called within `new_gradients`, it can sum after each backward, at the cost of a copy.)
     """
     group = group_of_axis(mesh)
     if group.size() == 1:
@@ -35,7 +36,7 @@ def sum_gradients(tensors, mesh, bucket_bytes=2**25):
         raise ValueError("these gradients are sums over these ranks already")
     sum_in_place([tensor.grad for tensor in tensors], group, bucket_bytes)
     for tensor, others in zip(tensors, earlier, strict=True):
-        # FSDP2 calls no hooks, so there any change of the gradient ends it.
+        # FSDP2 calls no hooks, so any change of a DTensor's gradient ends its mark.
         hooked = tensor.is_leaf and tensor.requires_grad and not isinstance(tensor, DTensor)
         tensor.grad.summed = None if hooked else tensor.grad._version, {ranks, *others}
         if tensor.is_leaf and tensor.requires_grad:
@@ -43,9 +44,10 @@ def sum_gradients(tensors, mesh, bucket_bytes=2**25):
 
 
 def summed_over(grad):
-    """The sets of ranks over which a gradient is still a sum by `sum_gradients`, also when clipped.
+    """Return the sets of ranks over which a gradient is still the sum that `sum_gradients` made.
 
-    The mark is (version, ranks): a version says that it holds for this one alone.
+    The gradient's mark is (version, these sets). With a version, the mark holds for this version of
+    the gradient alone; with None, it holds after changes, too, such as clipping.
     """
     version, ranks = getattr(grad, "summed", (None, set()))
     if not ranks or version not in (None, grad._version) or not local_part(grad).any():
@@ -54,8 +56,8 @@ def summed_over(grad):
 
 
 def refuse_additions(tensor):
-    """The next backward raises ValueError if it adds to the gradient that is there now."""
-    # Weak references, for the tensor holds the hooks.
+    """Let the next backward raise ValueError if it adds to the gradient that is there now."""
+    # Weak references, because the tensor holds the hooks.
     owner, summed = weakref.ref(tensor), weakref.ref(tensor.grad)
     sum_is_there = False
 

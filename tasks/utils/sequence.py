@@ -1,7 +1,7 @@
-"""A Llama on a split sequence: takes and gives full sequences, works on a rank's own tokens.
+"""A Llama on a split sequence: takes and returns full sequences, works on a rank's own tokens.
 
-Task 4 and the ring share it; they differ in how tokens attend to those of other ranks. Shapes as in
-`utils/__init__.py`.
+Task 4 and the ring share it; they differ in how tokens attend to tokens of other ranks. Shapes as
+in `utils/__init__.py`.
 """
 
 import copy
@@ -29,12 +29,12 @@ from utils.settings import settings_of
 
 
 def convert_attention(model, kind, group, name, attend):
-    """Make a LlamaForCausalLM one of `kind`, whose layers call `attend`; it and they have `group`.
+    """Mix `kind` into a LlamaForCausalLM, whose layers then call `attend`; all of them get `group`.
 
-    name: of attend, in transformers' list. `model.before` are the configurations that it had, which
-    others may share. Weights may be `keep_shard`'s slices. Raises ValueError as `check_ordinary`
-    does, and UserError for RoPE that depends on the length of the sequence. Adapters that are not
-    right raise ValueError at the first forward, see `check_by_token`.
+    name: of `attend` in transformers' list. `model.before` keeps the model's configurations, which
+    other models may share. Weights may be `keep_shard`'s slices. Raises ValueError as
+    `check_ordinary` does, and UserError for RoPE that depends on the length of the sequence. For
+    adapters that are not right the first forward raises ValueError, see `check_by_token`.
     """
     from utils.refusals import check_ordinary
 
@@ -59,7 +59,7 @@ def convert_attention(model, kind, group, name, attend):
 
 
 def heads_of(model):
-    """A rank's query heads and KV heads, of a model that may be tensor-parallel."""
+    """Return how many query heads and KV heads a rank of a (tensor-parallel) model has."""
     attention = model.model.layers[0].self_attn
     both = attention.q_proj, attention.k_proj
     return [projection.out_features // attention.head_dim for projection in both]
@@ -76,7 +76,7 @@ def share_heads(model, group):
 
 
 def seq_len(tokens, group, length=None):
-    """Return a sequence's length, by default P times a rank's tokens; ValueError for others."""
+    """Return a sequence's length, by default P times a rank's tokens; ValueError if they misfit."""
     P, rank = group.size(), group.rank()
     length = tokens * P if length is None else length
     if length < P:
@@ -88,21 +88,21 @@ def seq_len(tokens, group, length=None):
 
 
 def check_window(window, length):
-    """UserError for a sliding window that a sequence is longer than: some tokens see not all."""
+    """Raise UserError for a sequence longer than a sliding window: some tokens do not see all."""
     if window is not None and length > window:
         raise UserError(f"sliding_window {window}: sequences of {length} tokens are longer, which "
                         "sequence parallelism does not take")  # fmt: skip
 
 
 def refuse(arguments, *names):
-    """Take these out of a forward's keyword arguments; ValueError where one is given."""
+    """Take `names` out of a forward's keyword arguments; raise ValueError if one is given."""
     for name in names:
         if torch.is_tensor(value := arguments.pop(name, None)) or value:
             raise ValueError(f"{name}: not under sequence parallelism")
 
 
 def documents_of(position_ids):
-    """The number of each token's document, (B, S), of several in a row: where positions jump."""
+    """Number each token's document in its row, (B, S): documents begin where positions jump."""
     return (position_ids.diff(prepend=position_ids[:, :1] - 1) != 1).cumsum(1)
 
 
@@ -111,12 +111,12 @@ class MaskInfo:
     """What a token may look at, among the tokens of the full sequence that are not later.
 
     length: of the sequence, S. real: (B, S), False where a token is padding, which no other token
-    sees. documents: (B, S), the number of each token's document: it sees those of its own. Without
-    either, it sees all.
+    sees. documents: (B, S), the number of each token's document, outside of which it sees nothing.
+    Without either, a token sees all.
 
-    Layers are given it as a 4-D tensor. Hugging Face passes one unchanged to every layer, also when
-    a layer is recomputed in the backward. Not all versions pass other arguments on, and an
-    attribute could by then be another forward's.
+    Layers get it as a 4-D tensor, which Hugging Face passes unchanged to every layer, also when a
+    layer is recomputed in the backward. Not all versions pass other arguments on, and an attribute
+    of the layer could by then come from another forward.
     """
 
     length: int
@@ -125,28 +125,28 @@ class MaskInfo:
 
     @property
     def sees_all(self):
-        """Whether attention is causal, and nothing else."""
+        """Tell whether attention is causal, and nothing else."""
         return self.real is None and self.documents is None
 
     def to_tensor(self, device=None):
-        """(B, 1, 1, S): of bool `real`, of whole numbers `documents`. Without either, no row."""
+        """Return `real` (bool) or `documents` (ints), (B, 1, 1, S); else an empty (1, 1, 0, S)."""
         if self.sees_all:
             return torch.ones(1, 1, 0, self.length, dtype=torch.bool, device=device)
         return (self.real if self.documents is None else self.documents)[:, None, None]
 
     @classmethod
     def from_tensor(cls, tensor):
-        """What `to_tensor` was called on."""
+        """Return the MaskInfo whose `to_tensor` made the tensor."""
         if not tensor.shape[2]:
             return cls(tensor.shape[-1])
         kind = "real" if tensor.dtype == torch.bool else "documents"
         return cls(tensor.shape[-1], **{kind: tensor[:, 0, 0]})
 
     def full(self):
-        """(B, 1, S, S), True where a token may look, from `real`; None where attention is causal.
+        """Return (B, 1, S, S), True where a token may look, by `real`; None if only causal.
 
-        What would see nothing, left padding, sees itself: else it might become NaN. (Hugging Face
-        lets it see all or nothing, by version; no other token sees what comes of it.)
+        Left padding, which would see nothing, sees itself: else it might become NaN. (Hugging Face
+        lets it see all or nothing, by version; no other token sees what becomes of padding.)
         """
         if self.real is None:
             return None
@@ -157,16 +157,16 @@ class MaskInfo:
 
 
 def sum_of_losses(logits, targets):
-    """Sum over tokens of the cross-entropy; -100: no loss. (B, S, V), (B, S) -> a scalar.
+    """Sum the cross-entropy over tokens; -100: no loss. (B, S, V), (B, S) -> a scalar.
 
-    At least float32. Zero, with a gradient of zeros, where a rank has no valid label at all: it
-    must still take part in the collectives of the backward.
+    In float32 at least. On a rank without a valid label the sum is 0, with a gradient of zeros: the
+    rank must still take part in the collectives of the backward.
     """
     return cross_entropy(logits, targets).sum()
 
 
 class SequenceParallelLlama:
-    """Takes full sequences, works on this rank's tokens, and gives what the full model gives.
+    """Takes full sequences, works on this rank's tokens, and returns what the full model returns.
 
     Mixed into the model's own class, LlamaForCausalLM or a relative's.
     """
@@ -176,17 +176,17 @@ class SequenceParallelLlama:
         inputs_embeds=None, labels=None, use_cache=None, cache_position=None,
         num_items_in_batch=None, return_dict=None, **kwargs,
     ):  # fmt: skip
-        """As LlamaForCausalLM's, without a KV cache. All ranks are given the same, (B, S, ...).
+        """Run the full model's forward, without a KV cache. All ranks pass the same, (B, S, ...).
 
-        Without attention_mask, position_ids that jump are those of packed documents, as in
-        transformers 5 with use_cache=False: tokens attend inside their own. Labels at their borders
-        are the caller's.
+        Without attention_mask, position_ids that jump mean packed documents, as in transformers 5
+        with use_cache=False: a token attends to its own document. The caller sees to the labels at
+        the borders of documents.
 
         Logits come out full, gathered from the ranks, unless `labels` are given: then
-        `output.logits` is this rank's (B, S/P, V), and the loss, a sum over all ranks' tokens
-        divided by the number of all valid labels, is the same on every rank. Backward, each rank
-        keeps the gradient of its own tokens' part of either, so nothing is counted P times.
-        Hidden states that are asked for are this rank's.
+        `output.logits` is this rank's (B, S/P, V), and the loss is the same on every rank: the sum
+        over all ranks' tokens, divided by the number of all valid labels. In the backward of either
+        a rank keeps the gradient of its own tokens' part, so nothing is counted P times. Hidden
+        states that are asked for are those of this rank's tokens.
 
         Raises ValueError for what depends on more than a rank's tokens: some arguments, and some of
         PEFT's adapters (`check_by_token`).
@@ -228,7 +228,7 @@ class SequenceParallelLlama:
         if labels is None:
             output.logits = self.gather_tokens(output.logits, length)[:, :S]
         else:
-            # The labels were shifted before they are split: the next may be another rank's.
+            # The labels were shifted before they are split: the next token may be on another rank.
             loss = self.sum_of_losses(output.logits, local(targets, -100))
             if num_items_in_batch is None:
                 num_items_in_batch = (targets != -100).sum()
@@ -236,29 +236,29 @@ class SequenceParallelLlama:
             output = type(output)(loss=loss, **output)  # the loss first, as in the full model's
         return output.to_tuple() if return_dict is False else output
 
-    sum_of_losses = staticmethod(sum_of_losses)  # a model's own, where its vocabulary is split
+    sum_of_losses = staticmethod(sum_of_losses)  # a model with a split vocabulary sets its own
 
     @staticmethod
     def attention_mask_info(length, attention_mask=None, device=None):
-        """What layers are told beside local tokens: see `MaskInfo`. attention_mask: (B, length)."""
+        """Return what layers get beside tokens, see `MaskInfo`. attention_mask: (B, length)."""
         is_padded = attention_mask is not None and not attention_mask.all()
         real = attention_mask.bool() if is_padded else None
         return MaskInfo(length, real).to_tensor(device)
 
     def padded(self, S):
-        """S, or more: each rank needs a token. What is added on the right, nobody sees."""
+        """Return S, or more: each rank needs a token. No other token sees what is added behind."""
         return -(-max(S, self.parts) // self.multiple) * self.multiple
 
     def tokens(self, length):
-        """Which of a sequence's tokens this rank has."""
+        """Return which of a sequence's tokens this rank has."""
         return slice(*shard_range(length, self.get_group().size(), self.get_group().rank()))
 
     def gather_tokens(self, x, length):
-        """(B, length, ...), on all ranks, from each one's tokens."""
+        """Gather the tokens of all ranks, (B, length, ...), on each of them."""
         return gather_shares(x, 1, length, self.get_group())
 
     def save_pretrained(self, *args, **kwargs):
-        """Save the full model, as it was before: each rank has all weights."""
+        """Save the full model, with its own class and settings; each rank has all weights."""
         full = copy.copy(self)
         full.__class__, (full.config, full.generation_config) = self.ordinary, settings_of(self)
         return full.save_pretrained(*args, **kwargs)

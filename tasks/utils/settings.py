@@ -7,9 +7,9 @@ CHANGED = "use_cache", "_attn_implementation", "num_hidden_layers"
 
 
 def settings_of(model):
-    """Return copies of the full model's configuration and generation settings, as they are by now.
+    """Return copies of the full model's configuration and generation settings, as they are now.
 
-    `model.before`, if it has that, are both as they were before a technique set the CHANGED ones.
+    If there is a `model.before`, the settings CHANGED by a technique are taken from there.
     """
     now = copy.deepcopy((model.config, model.generation_config))
     for settings, before in zip(now, getattr(model, "before", ()), strict=False):

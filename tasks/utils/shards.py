@@ -21,8 +21,8 @@ def keep_shard(layer, dim, start, stop):
     """Replace `layer`'s weight by its slice [start, stop) along `dim`, in place.
 
     layer: nn.Linear or nn.Embedding. With dim 0 (output units, vocabulary rows) a bias is sliced
-    too; with dim 1 (input units) it is left full. Each parameter remembers as `parameter.shard`
-    what it is of the full tensor; `shard_of` reads it.
+    too; with dim 1 (input units) the bias is left full. Each parameter remembers its region of the
+    full tensor as `parameter.shard`, which `shard_of` reads.
     """
     for name, full in list(layer.named_parameters(recurse=False)):
         if dim < full.dim():
@@ -39,12 +39,12 @@ def keep_shard(layer, dim, start, stop):
 
 
 def mark_shard(parameter, region, full_shape):
-    """Let a parameter, and its deep copies, remember what `shard_of` tells: its region. Returns it.
+    """Let a parameter and its deep copies remember a region, for `shard_of`; return the parameter.
 
-    full_shape: of the full tensor. As `ds_shape`, DeepSpeed's name, it is what PEFT knows the
-    embedding by, whose prompts need it. PyTorch's own deep copy of a parameter forgets attributes.
+    full_shape: of the full tensor. It is kept as `ds_shape`, DeepSpeed's name, because PEFT's
+    prompts find the embedding by that. PyTorch's own deep copy of a parameter forgets attributes.
     """
-    itself = weakref.ref(parameter)  # it would not be freed at once if it held itself
+    itself = weakref.ref(parameter)  # a parameter that held itself would not be freed at once
 
     def copied(memo):
         return mark_shard(nn.Parameter.__deepcopy__(itself(), memo), region, full_shape)
@@ -55,15 +55,15 @@ def mark_shard(parameter, region, full_shape):
 
 
 def shard_of(parameter):
-    """Which region of the full tensor this rank holds: a slice for each dim.
+    """Return which region of the full tensor this rank holds: a slice for each dim.
 
-    Of a DTensor, on a mesh of any number of axes; of what `keep_shard` made; all of any other.
+    Knows DTensors, on a mesh of any number of axes, and `keep_shard`'s slices; others are full.
     """
     if isinstance(parameter, DTensor):
         region = [slice(0, size) for size in parameter.shape]
         mesh, kinds = parameter.device_mesh, enumerate(parameter.placements)
-        # FSDP2 splits what a plan has split already, though its axis is the mesh's first one.
-        # (PyTorch's own `__create_chunk_list__` is wrong of such regions where they are uneven.)
+        # FSDP2 splits what a plan has split already, though FSDP2's axis is the mesh's first axis.
+        # (PyTorch's own `__create_chunk_list__` is wrong for such regions where they are uneven.)
         for axis, kind in sorted(kinds, key=lambda pair: type(pair[1]) is not Shard):
             if (dim := getattr(kind, "dim", None)) is not None:
                 start, length = region[dim].start, region[dim].stop - region[dim].start
@@ -77,20 +77,20 @@ def shard_of(parameter):
 
 
 def full_shape_of(parameter):
-    """The shape of the full tensor, of which this rank may hold a region only."""
+    """Return the shape of the full tensor, of which this rank may hold only a region."""
     return getattr(parameter, "ds_shape", parameter.shape)
 
 
 def is_slice(parameter):
-    """Whether it is what `keep_shard` has left of a larger one."""
+    """Tell whether a parameter is what `keep_shard` has left of a larger parameter."""
     return full_shape_of(parameter) != parameter.shape
 
 
 class ReplicatedKVLinear(nn.Linear):
-    """A linear layer that several ranks hold in full, each using its output for other heads.
+    """A linear layer of which several ranks hold the same weights, each for other query heads.
 
-    It is f applied to the weights: their gradient is the sum over these ranks, of which
-    `get_kv_replica_group()` is the group.
+    It applies f to the weights: their gradient is the sum over these ranks, whose group is
+    `get_kv_replica_group()`.
     """
 
     def forward(self, x):
@@ -102,8 +102,8 @@ class ReplicatedKVLinear(nn.Linear):
 class HeadNorm:
     """A norm of each head by itself (Qwen3's), whose weight, (D,), all ranks have.
 
-    A rank has seen its own heads alone. So f is applied to the weight, wherever the norm reads it:
-    its gradient is the sum over the ranks of `get_group()`, those that split the heads.
+    A rank's norm has seen only the rank's own heads. So f is applied to the weight, wherever the
+    norm reads it: the weight's gradient is summed over `get_group()`, the ranks that split heads.
     """
 
     @property
@@ -112,7 +112,7 @@ class HeadNorm:
 
 
 def share_head_norms(model, group):
-    """Make a model's norms of heads, if it has some, `HeadNorm`s of the ranks that split heads."""
+    """Turn a model's norms of heads, if it has some, into `HeadNorm`s. group: who split heads."""
     if group.size() == 1:
         return
     for layer in model.model.layers:
@@ -122,7 +122,7 @@ def share_head_norms(model, group):
 
 
 def with_full_logits(gather):
-    """A forward hook for a LlamaForCausalLM: `gather(logits)`, where no loss was asked for."""
+    """Return a forward hook for a LlamaForCausalLM: `gather(logits)`, if no labels were given."""
 
     def hook(model, args, kwargs, output):
         given = inspect.signature(model.forward).bind(*args, **kwargs).arguments
@@ -137,11 +137,11 @@ def with_full_logits(gather):
 
 
 def refuse_if_split(model):
-    """Refuse a model that is split; and let this one, to be split, refuse what slices cannot do.
+    """Refuse a model that is split already; let an unsplit model refuse what slices cannot do.
 
-    That is to be saved or resized, to be clipped by PyTorch's own norm (`full_model.py` has what
-    takes their place), to be scaled by a GradScaler, and to have PEFT's adapters: present ones are
-    refused now, later ones at the next forward. Raises ValueError as `check_unsplit` and
+    They cannot be saved, nor clipped by PyTorch's own norm (`full_model.py` has functions for
+    both), resized, or scaled by a GradScaler, and cannot have PEFT's adapters: present adapters are
+    refused now, later adapters at the next forward. Raises ValueError as `check_unsplit` and
     `refuse_adapters_on_slices` do.
     """
     from utils.refusals import check_first, refuse_to_clip_slices, refuse_to_scale_slices
@@ -169,7 +169,7 @@ def refuse_if_split(model):
 
 
 def check_unsplit(model):
-    """Reject split models and subclasses, whose own forward would be lost, by a ValueError."""
+    """Raise ValueError for split models, and, as `check_ordinary`, for what is no plain Llama."""
     if "save_pretrained" in vars(model):
         raise ValueError("this model is tensor-parallel already")
     from utils.refusals import check_ordinary
@@ -178,7 +178,7 @@ def check_unsplit(model):
 
 
 def refuse_adapters_on_slices(model):
-    """ValueError for PEFT's adapters: none is right on slices of weights."""
+    """Raise ValueError for PEFT's adapters: none is right on slices of weights."""
     if "peft" in sys.modules:  # else there is no adapter
         from utils.adapters import refuse_adapters
 
@@ -186,7 +186,7 @@ def refuse_adapters_on_slices(model):
 
 
 def refuse_state_dict(model, prefix, keep_vars):
-    """A hook: ValueError where a state dict would have slices by the names of full tensors."""
+    """Raise ValueError, as a hook, if a state dict would name slices like full tensors."""
     if any(map(is_slice, model.parameters())):
         raise ValueError(
             "state_dict: each rank has slices only; utils.full_model.full_state_dict(model) "
@@ -195,10 +195,10 @@ def refuse_state_dict(model, prefix, keep_vars):
 
 
 def local_rows(ids, weight, first, vocab_size, padding):
-    """The rows of ids (B, S) that `weight` has, (B, S, H); zeros where the row is another rank's.
+    """Look up ids (B, S) in `weight`: (B, S, H), zeros where another rank has the row.
 
-    weight: rows from `first` on of an embedding of `vocab_size`. padding: the id, or None, whose
-    row gets no gradient, in the full model too. Raises IndexError for ids beyond the vocabulary.
+    weight: the rows from `first` on of an embedding of `vocab_size` rows. padding: None, or the id
+    whose row gets no gradient, in the full model, too. Raises IndexError for ids of no row.
     """
     check_ids(ids, vocab_size)
     stop = first + len(weight)

@@ -6,10 +6,10 @@ from utils.errors import UserError
 
 
 def balance(costs, stages):
-    """Cut layers of these costs into consecutive stages, of which the dearest costs least.
+    """Cut layers into consecutive stages, so that the dearest stage costs as little as possible.
 
-    Returns of each stage the layer before which it ends. Raises UserError for more stages than
-    layers, ValueError for none.
+    costs: of each layer. Returns, for each stage, the layer before which it ends. Raises UserError
+    for more stages than layers, ValueError for fewer than one stage.
     """
     if stages < 1:
         raise ValueError(f"{stages} stages")
@@ -29,13 +29,13 @@ def balance(costs, stages):
 
 
 def clock_cycles(num_batches, num_partitions):
-    """GPipe's forward: of each tick the (microbatch, stage) that work at once."""
+    """Yield, for each tick of GPipe's forward, the (microbatch, stage) pairs that work at once."""
     for tick in range(num_batches + num_partitions - 1):
         stages = range(max(0, tick - num_batches + 1), min(tick + 1, num_partitions))
         yield [(tick - stage, stage) for stage in stages]
 
 
 def sum_copies(first, second):
-    """Two copies of a weight, which one process has, get the sum of their gradients, in place."""
+    """Give both copies of a weight, in one process, the sum of their gradients, in place."""
     total = first.grad + second.grad.to(first.device)
     first.grad, second.grad = total, total.to(second.device, copy=True)
