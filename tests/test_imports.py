@@ -26,7 +26,7 @@ TECHNIQUES = {
     "average_gradients": ("data_parallel", 1100),  # with the course's samples, and an epoch
     "partition_dataset": ("data_parallel", 1100),
     "split_loss_alone": ("tp_training", 1300),  # Task 2's
-    "parallelize_2d": ("pretrain_2d", 1480),  # Task 3's
+    "parallelize_2d": ("pretrain_2d", 1500),  # Task 3's
     "sequence_loss": ("memory.long_sequence", 2650),  # Task 4's, the ring's, and its own 800
     "SavedOutputs": ("memory.saved_outputs", 1800),
     "sum_gradients": ("utils.replicas", LINES),

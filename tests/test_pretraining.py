@@ -400,7 +400,8 @@ def test_losses_of_two_dtypes(tmp_path):
     """The recorder of the article's losses, and its figure, of a small model."""
     path = tmp_path / "losses.json"
     args = ["--model", "random/small", "--seq-len", 16, "--steps", 12, "--vocabulary", 400]
-    result = launch.run([*launch.program("bench.pretraining_loss"), *args, "--output", path])
+    command = [*launch.program("bench.pretraining_loss"), *args, "--output", path]
+    result = launch.run(command, timeout=900)
     assert result.code == 0, result.tail()
     runs = json.loads(path.read_text())["runs"]
     assert list(runs) == ["bfloat16", "float32"]
