@@ -204,7 +204,11 @@ def test_contenders_of_the_longest_sequence():
 
 
 @pytest.mark.parametrize(
-    ("record", "nproc", "pictures"), [(DIAGRAMS, 2, TITLES), (MESH_DIAGRAMS, 4, ("ring", "mesh"))]
+    ("record", "nproc", "pictures"),
+    [
+        (DIAGRAMS, 2, TITLES),
+        pytest.param(MESH_DIAGRAMS, 4, ("ring", "mesh"), marks=pytest.mark.stress),
+    ],
 )
 def test_diagrams(record, nproc, pictures, tmp_path):
     """What a run holds and sends is what is committed; both pictures are drawn from that."""

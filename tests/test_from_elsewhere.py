@@ -160,7 +160,10 @@ def train_on(text, folder, nproc, flags, tasks=launch.TASKS):
     return launch.ranks(tasks / "ulysses_finetune.py", *args, nproc=nproc, folder=folder)
 
 
-@pytest.mark.parametrize("name", FEW_TOKENS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.stress] * n.startswith("one token,")) for n in FEW_TOKENS],
+)
 def test_text_of_few_tokens(name, tmp_path):
     """All tokens have the same rounding, which no sum averages out: a right run passes."""
     text, nproc, flags = FEW_TOKENS[name]

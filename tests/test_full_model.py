@@ -54,15 +54,22 @@ def test_wrong_use(odd_llama, tmp_path):
 
 @pytest.mark.parametrize(
     ("what", "nproc", "dtype"),
-    [("autocast", 2, "float32"), ("resume", 2, "float64"),
+    [("autocast", 2, "float32"),
      *(pytest.param(*of, marks=STRESS) for of in (
         ("recompute", 2, "float32"), ("recompute", 4, "float32"), ("autocast", 4, "float32"),
-        ("resume", 4, "float64")))],
+        ("resume", 2, "float64"), ("resume", 4, "float64")))],
 )  # fmt: skip
 def test_while_it_trains(what, nproc, dtype, odd_llama, tmp_path):
     """Layers recomputed; bfloat16 over float32 weights; checkpoints, also for another split."""
     result = full_model(tmp_path, odd_llama, nproc, dtype, what)
     assert result.code == 0 and result.out.count("full model: ok") == nproc, result.tail()
+
+
+def test_resume(odd_llama, tmp_path):
+    """Checkpoints of some techniques; of all in `make stress`."""
+    names = "TP", "Ulysses", "FSDP2"
+    result = full_model(tmp_path, odd_llama, 2, "float64", "resume", *names)
+    assert result.code == 0 and result.out.count("full model: ok") == 2, result.tail()
 
 
 @STRESS

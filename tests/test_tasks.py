@@ -195,7 +195,13 @@ def test_eight_ranks(script, tmp_path):
     assert result.code == 0 and result.out.count("Tests passed") == 8, result.tail()
 
 
-@pytest.mark.parametrize("script", launch.SCRIPTS)
+# Of these in bfloat16 others have the technique or the loop, too.
+ELSEWHERE = {"dtensor_llama", "kv_cache", "pipeline_llama", "pretrain_2d", "ulysses_forward"}
+
+
+@pytest.mark.parametrize(
+    "script", [pytest.param(s, marks=[STRESS] * (s in ELSEWHERE)) for s in launch.SCRIPTS]
+)
 def test_bfloat16(script, tmp_path):
     """And nothing on the way has no --deterministic implementation."""
     args = ["--dtype", "bfloat16", "--deterministic", *QUICK.get(script, [])]
@@ -249,7 +255,7 @@ def test_whole_vocabulary(tmp_path):
 
 
 # One of each kind in `make test-all`.
-ALONE_ONCE = {"tp_llama", "kv_cache", "ulysses_finetune", "data_parallel", "pipeline_threads"}
+ALONE_ONCE = {"tp_llama", "kv_cache", "pipeline_threads"}
 
 
 @pytest.mark.parametrize(
