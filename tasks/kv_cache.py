@@ -80,26 +80,37 @@ class DecodingStep:
 
     ids (B, length): the text so far, its first token behind the prompt included, and room for more.
     at (1,): the place of its last token, which the cache does not have yet. row (B, 1, H): that
-    token's embedding. seen (B, 1, 1, length): what it may attend to.
+    token's embedding. bias (B, 1, 1, the cache's length): 0 for what it may attend to, else minus
+    infinity. (Of bool, eager attention would add it as 0 and 1.)
     """
 
     def __init__(self, model, ids, mask, new_tokens, choose, cache):
-        """Take `generate`'s first step: the prompt, and the token behind it."""
+        """Take `generate`'s first step: the prompt, and the token behind it.
+
+        Raises ValueError for no new token, and for a cache that is not static, or too short.
+        """
+        if new_tokens < 1 or not isinstance(cache, StaticCache):
+            raise ValueError(f"{new_tokens} new tokens, {type(cache).__name__}: 1, a StaticCache")
         self.model, self.choose, self.cache = model, choose, cache
         self.at = torch.tensor([ids.shape[1]], device=ids.device)
         ids = generate(model, ids, mask, 1, choose, cache)
         self.row = model.get_input_embeddings()(ids[:, -1:])
         self.positions = mask.sum(-1, keepdim=True)
         self.ids = F.pad(ids, (0, new_tokens - 1))
-        self.seen = F.pad(mask, (0, new_tokens)).bool()[:, None, None]
-        self.seen.index_fill_(3, self.at, True)
+        rooms = {x.shape[2] for x in contents(cache)}  # of layers with a window: less
+        length = mask.shape[1] + new_tokens
+        if len(rooms) > 1 or min(rooms) < length:
+            raise ValueError(f"a cache of {min(rooms)} tokens, for {length}")
+        unseen = F.pad(mask, (0, min(rooms) - mask.shape[1])) == 0
+        self.bias = self.row.new_zeros(unseen.shape).masked_fill(unseen, -torch.inf)[:, None, None]
+        self.bias.index_fill_(3, self.at, 0)
 
     @torch.no_grad()
     def __call__(self):
         place = {"cache_position": self.at} if "cache_position" in FORWARD_TAKES else {}
         output = self.model.model(
             inputs_embeds=self.row,
-            attention_mask=self.seen,
+            attention_mask=self.bias,
             position_ids=self.positions,
             use_cache=True,
             **{CACHE: self.cache},
@@ -110,7 +121,7 @@ class DecodingStep:
             tensor.add_(1)
         self.row.copy_(row)
         self.ids.index_copy_(1, self.at, token)
-        self.seen.index_fill_(3, self.at, True)
+        self.bias.index_fill_(3, self.at, 0)
 
 
 def generate_in_place(model, ids, mask, new_tokens, choose, cache, by_graph=True):

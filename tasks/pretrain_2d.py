@@ -48,7 +48,7 @@ from dtensor_llama import COLUMNS, HEADS, Local, VocabularyRows, apply_plan, spl
 from utils.collectives import all_reduce
 from utils.errors import UserError
 from utils.gradients import new_gradients, sum_in_place
-from utils.llama import HEAD_NORMS, guard_dropout, share_batches
+from utils.llama import HEAD_NORMS, guard_dropout, share_batches, window_of
 from utils.partition import shard_range
 from utils.shards import refuse_if_split
 
@@ -154,8 +154,10 @@ def parallelize_2d(model, mesh, replicate=False):
     The plan splits it over tp, and FSDP2 over dp, unless dp is 1 or `replicate` is set. Works on a
     model without memory (device meta), too. Its logits are DTensors, split over the vocabulary.
     Raises UserError for more ranks along tp than query heads or vocabulary entries, ValueError for
-    a model that is split already, or has norms of heads.
+    a model that is split already, or has norms of heads or a sliding window.
     """
+    if window_of(model.config) and mesh["tp"].size() > 1:
+        raise ValueError("a sliding window: not in this plan, where a layer sees its tokens alone")
     if HEAD_NORMS & dict(model.model.layers[0].self_attn.named_children()).keys():
         raise ValueError("norms of heads: not in this plan, whose parameters are all DTensors")
     refuse_if_split(model)
@@ -183,6 +185,8 @@ def loss_of(model, batch, mesh):
     no other token sees it. Run it within `loss_parallel`, and its backward, too.
     """
     ids, labels = batch
+    if ids.shape[1] % mesh["tp"].size():
+        raise ValueError(f"{ids.shape[1]} tokens do not divide by {mesh['tp'].size()} ranks of tp")
     count = all_reduce((labels[:, 1:] != -100).sum(), mesh["dp"].get_group())
     # Hugging Face would count positions by the embeddings, and a rank has only its tokens' here.
     positions = torch.arange(ids.shape[1], device=ids.device)[None]
@@ -199,11 +203,12 @@ def forward_backward(model, batch, mesh, replicate=False):
     part, _ = loss_of(model, batch, mesh)
     with new_gradients(model.parameters()):
         (part if replicate else dp.size() * part).backward()  # FSDP2 averages over dp
-        for parameter in model.parameters():
+        trained = [parameter for parameter in model.parameters() if parameter.grad is not None]
+        for parameter in trained:
             # A norm's gradient is Partial: each rank along tp has seen its own tokens.
             parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
         if replicate:
-            local_grads = [parameter.grad.to_local() for parameter in model.parameters()]
+            local_grads = [parameter.grad.to_local() for parameter in trained]
             sum_in_place(local_grads, dp.get_group())
     return all_reduce(part.detach(), dp.get_group())
 

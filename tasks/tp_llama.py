@@ -184,7 +184,8 @@ class VocabParallelHead(nn.Linear):
     def forward(self, x):
         """x (B, S, H) -> (B, S, V/P), or x itself."""
         tokens = x.shape[:-1].numel()
-        self.in_tiles = self.wants_loss and tokens > self.tile(x.dtype)
+        large = self.bias is None and tokens > self.tile(x.dtype)
+        self.in_tiles = self.wants_loss and large
         return x if self.in_tiles else super().forward(x)
 
     def tile(self, dtype):
@@ -287,7 +288,7 @@ def sum_of_vocab_parallel_losses(model, logits, targets, ignore_index=-100):
     from memory.tiled_vocabulary import TiledVocabParallelLoss
 
     x, tile = logits.flatten(0, -2), head.tile(logits.dtype)
-    of_tokens = targets.flatten(), rows, group, ignore_index, tile
+    of_tokens = targets.flatten(), rows, group, ignore_index, tile, torch.is_grad_enabled()
     return TiledVocabParallelLoss.apply(x, head.weight, *of_tokens)
 
 

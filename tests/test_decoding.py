@@ -20,16 +20,32 @@ TINY = launch.TASKS / "tiny_llama"
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: no CUDA graph is recorded")
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
+def test_refused():
+    """A cache that grows, one that is too short, and no new token."""
+    model = LlamaForCausalLM.from_pretrained(TINY, dtype=torch.float32)
+    ids, heads = torch.ones(1, 5, dtype=torch.long), model.config.num_key_value_heads
+    for kind, length, new_tokens in ("dynamic", 9, 4), ("static", 8, 4), ("static", 9, 0):
+        cache = make_cache(kind, model, heads, 1, length)
+        with pytest.raises(ValueError, match=r"a StaticCache|a cache of 8 tokens, for 9"):
+            generate_in_place(model, ids, ids, new_tokens, choose_from_full_logits, cache)
+
+
+@pytest.mark.parametrize(
+    ("device", "attention", "room"),
+    [("cpu", "sdpa", 0), ("cpu", "sdpa", 5), ("cpu", "eager", 0),
+     pytest.param("cuda", "sdpa", 0, marks=GPU)],
+)  # fmt: skip
 @pytest.mark.parametrize("new_tokens", [1, 2, 12])
-def test_as_by_the_loop(device, new_tokens):
+def test_as_by_the_loop(device, attention, room, new_tokens):
     """Of a batch of which one prompt is padded; for one token more than the prompt, too."""
     model = LlamaForCausalLM.from_pretrained(TINY, dtype=torch.float32).to(device)
+    model.set_attn_implementation(attention)
     ids = torch.randint(64, 1000, (2, 7), generator=torch.Generator().manual_seed(0)).to(device)
     mask = torch.ones_like(ids)
     mask[1, :3] = 0
     expected = generate(model, ids, mask, new_tokens, choose_from_full_logits)
-    cache = make_cache("static", model, model.config.num_key_value_heads, 2, 7 + new_tokens)
+    length = 7 + new_tokens + room
+    cache = make_cache("static", model, model.config.num_key_value_heads, 2, length)
     found = generate_in_place(model, ids, mask, new_tokens, choose_from_full_logits, cache)
     assert found.equal(expected)
 
@@ -44,7 +60,7 @@ def test_nothing_is_read_back():
         step.at, step.positions = torch.tensor([4]), torch.zeros(B, 1, dtype=torch.long)
         step.row = torch.zeros(B, 1, model.config.hidden_size)
         step.ids = torch.zeros(B, length, dtype=torch.long)
-        step.seen = torch.ones(B, 1, 1, length, dtype=torch.bool)
+        step.bias = torch.zeros(B, 1, 1, length)
     step()
     with pytest.raises(RuntimeError, match="meta"):
         step.choose = lambda model, logits: choose_from_full_logits(

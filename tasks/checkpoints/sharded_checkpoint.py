@@ -259,13 +259,18 @@ def save_training_state(model, optimizer, folder, step, more=None, group=None, k
     All ranks of `group`, by default all there are, call it together. more: anything that JSON can
     hold, such as a scheduler's state_dict(). Raises OSError, on all ranks, where it cannot be
     written; ValueError for a folder that has a later step, for an optimizer that keeps the states
-    of other ranks' parameters, and for one whose states have other shapes than its parameters.
+    of other ranks' parameters, for one with parameters that are not the model's, and for one whose
+    states have other shapes than its parameters.
     """
     if not isinstance(step, int) or step < 0 or keep < 1:
         raise ValueError(f"step {step!r}, keep {keep!r}: whole numbers from 0 and from 1 on")
     json.dumps(more)  # raises here for what JSON cannot hold
     if isinstance(optimizer, ZeroRedundancyOptimizer):
         raise ValueError("ZeroRedundancyOptimizer: a rank has states of its share alone; use FSDP2")
+    own = set(parameters_of(model).values())
+    foreign = any(p not in own for settings in optimizer.param_groups for p in settings["params"])
+    if any(gather_objects(foreign, group)):
+        raise ValueError("the optimizer was made before the split: it has none of these parameters")
     folder, rank = Path(folder), rank_in(group)
     parts = parts_of(gather_objects(regions_of(model), group))
     tensors, states = state_of(model, optimizer, parts, rank)
@@ -354,6 +359,7 @@ def function_of(config):
     theta = rope.pop("rope_theta", getattr(config, "rope_theta", None))
     rope.setdefault("rope_type", rope.pop("type", "default"))
     names = "model_type", "num_attention_heads", "num_key_value_heads", "rms_norm_eps", "hidden_act"
+    names += "layer_types", "no_rope_layers"  # which layers have a window, and which RoPE
     found = {name: getattr(config, name, None) for name in names}
     found |= {"rope_theta": theta, "rope": rope, "sliding_window": window_of(config)}
     return json.loads(json.dumps(found))

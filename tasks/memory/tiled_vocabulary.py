@@ -22,17 +22,21 @@ class TiledVocabParallelLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, weight, targets, rows, group, ignore_index, tile):
+    def forward(ctx, x, weight, targets, rows, group, ignore_index, tile, train):
         wide = torch.promote_types(x.dtype, torch.float32)
         total = x.new_zeros((), dtype=wide)
-        train_x, train_weight = ctx.needs_input_grad[:2]
+        # (`needs_input_grad` does not know of torch.no_grad.)
+        train_x, train_weight = (train and needed for needed in ctx.needs_input_grad[:2])
         dx = torch.empty_like(x) if train_x else None
         dweight = torch.zeros_like(weight, dtype=wide) if train_weight else None
+        # One for all tiles: of each, autocast would keep a copy in half precision.
+        w = weight.detach().requires_grad_() if train_weight else weight.detach()
         for first in range(0, len(x), tile):
             tokens = slice(first, first + tile)
-            h = x[tokens].detach().requires_grad_(train_x)
-            w = weight.detach().requires_grad_(train_weight)
-            with torch.enable_grad():
+            h = x[tokens].detach()
+            if train_x:
+                h.requires_grad_()
+            with torch.set_grad_enabled(train_x or train_weight):
                 logits, of_tile = F.linear(h, w), (targets[tokens], group, ignore_index)
                 loss = vocab_parallel_cross_entropy(logits, *of_tile, "sum", rows)
             total += loss.detach()
@@ -43,13 +47,15 @@ class TiledVocabParallelLoss(torch.autograd.Function):
             if train_x:
                 dx[tokens] = grads.pop()
             del logits, loss, grads  # before the next tile's
-        ctx.save_for_backward(dx, dweight)
+        ctx.save_for_backward(dx, dweight, (targets == ignore_index).all())
         ctx.dtype = weight.dtype
         return total
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        dx, dweight = (t if t is None else t * grad for t in ctx.saved_tensors)
-        dweight = dweight if dweight is None else dweight.to(ctx.dtype)
-        return dx, dweight, None, None, None, None, None
+        dx, dweight, no_label = ctx.saved_tensors
+        grad = grad.masked_fill(no_label, 0)  # a mean over no label divides by 0
+        dx = dx if dx is None else dx * grad
+        dweight = dweight if dweight is None else (dweight * grad).to(ctx.dtype)
+        return dx, dweight, None, None, None, None, None, None

@@ -373,13 +373,18 @@ def in_tiles(name, split, step_of, ids, folder):
                 close(local_part(parameter.grad, parameter), grad, f"{name}: {key}, {size} bytes")
             if times == 1:
                 output.loss.backward()
-        with torch.no_grad():
+        with torch.inference_mode():
             close(loss_of(model, num_items_in_batch=2 * count).loss, expected / 2, f"{name}: half")
         assert loss_of(model, return_dict=False)[0].equal(output.loss), name
         assert model(ids[:, :3]).logits.shape[-1] == whole.config.vocab_size, f"{name}: logits"
         refused(partial(model, input_ids=ids, labels=labels[:, :3]), "labels are")
         assert model.lm_head(torch.ones(2, 3, model.config.hidden_size, dtype=DTYPE)).shape[-1] \
             == len(model.lm_head.weight), f"{name}: the head by itself"  # fmt: skip
+        model.zero_grad()
+        none = model(input_ids=ids, labels=torch.full_like(ids, -100), use_cache=False).loss
+        none.backward()
+        assert none.isnan(), f"{name}: a mean over no label"
+        assert not any(p.grad.any() for p in model.parameters()), f"{name}: no label, {size} bytes"
         model.lm_head.weight.requires_grad_(False)
         model.zero_grad()
         loss_of(model).loss.backward()
@@ -483,6 +488,8 @@ def wrong_use(folder):
     said = f"of another model: rms_norm_eps was {eps}, not {2 * eps}"
     refused(partial(load_training_state, *model, folder / "state"), said)
     model[0].config.rms_norm_eps = eps
+    before = torch.optim.AdamW(ordinary().parameters())
+    refused(partial(save_training_state, model[0], before, folder / "state", 6), "before the split")
     assert load_training_state(*model, folder / "state")[0] == 5
     model[0].config.pad_token_id, halves = 7, (1, model[0].config.num_hidden_layers)
     stage = copy.deepcopy(model[0])
