@@ -6,12 +6,12 @@ shares of the tokens into shares of the heads and back:
 
     ids (B, S) -> this rank's S/P tokens -> embedding (B, S/P, H)
     layer:  norm -> q, k, v of all heads (B, S/P, N + 2K, D) -> RoPE, with the tokens' own positions
-            -> all-to-all -> (B, S, (N + 2K)/P, D): all tokens, few heads
+            -> all-to-all -> (B, S, (N + 2K)/P, D): all tokens, few heads (K >= P)
             -> causal attention -> (B, S, N/P, D)
             -> all-to-all -> (B, S/P, N, D) -> o_proj -> + -> norm -> MLP -> +
     -> norm -> LM head -> logits of this rank's tokens (B, S/P, V)
 
-The hidden states of the full sequence are never on one rank. The backward is the same the other
+No rank computes hidden states of the full sequence. The backward is the same the other
 way round. Each rank uses the weights for its own tokens, so the ranks' gradients are parts of a
 sum: one all-reduce after the backward adds them up (`sum_gradients`), as in data parallelism.
 
