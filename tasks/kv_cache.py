@@ -206,9 +206,7 @@ def check_generation(run, name, model, choose, prompts, count, expected, referen
     """Check every way to continue the prompts: its tokens and cache are those of a single rank."""
     (ids, mask), config = prompts, run.source.config
     length = ids.shape[1] + count
-    _, (first, stop), _ = shard_heads(
-        config.num_attention_heads, config.num_key_value_heads, run.world_size, run.rank
-    )
+    first, stop = local_kv_heads(run)
     caches, results = {}, {}
 
     def by_loop(cache):
@@ -266,6 +264,13 @@ def check_generation(run, name, model, choose, prompts, count, expected, referen
     )
     run.check(f"{name}, bytes cached", [(torch.tensor(size), torch.tensor(formula))], tolerance=0.0)
     run.results[f"{key(name)}_cache_bytes"] = size
+
+
+def local_kv_heads(run):
+    """Return [first, stop) of the KV heads that this rank caches."""
+    config = run.source.config
+    heads = config.num_attention_heads, config.num_key_value_heads
+    return shard_heads(*heads, run.world_size, run.rank)[1]
 
 
 def contents(cache):
@@ -349,8 +354,7 @@ def measure(run, models, reference, prompt_len, new_tokens, repeats):
         contenders[name] = partial(timed, model, choose=choose, threads=threads)
     if run.device.type == "cuda":
         model, choose = models["hand-made"]
-        heads = config.num_attention_heads, config.num_key_value_heads
-        _, (first, stop), _ = shard_heads(*heads, run.world_size, run.rank)
+        first, stop = local_kv_heads(run)
         contenders["hand-made, a graph a token (the prompt not counted)"] = partial(
             replays, model, ids, new_tokens, choose, stop - first
         )

@@ -24,7 +24,6 @@ logits), continues a prompt greedily, and measures time and memory of both.
 """
 
 import argparse
-import inspect
 from types import MethodType
 
 import torch
@@ -46,6 +45,7 @@ from utils.llama import bind, getter, guard_dropout, next_tokens, share_batches
 from utils.partition import shard_heads, shard_range
 from utils.shards import (
     ReplicatedKVLinear,
+    has_labels,
     keep_shard,
     local_rows,
     refuse_if_split,
@@ -197,8 +197,7 @@ class VocabParallelHead(nn.Linear):
 
 def expect_loss(model, args, kwargs):
     """Tell the LM head, as a pre-hook, whether the model was given labels."""
-    given = inspect.signature(model.forward).bind(*args, **kwargs).arguments
-    model.lm_head.wants_loss = given.get("labels") is not None
+    model.lm_head.wants_loss = has_labels(model, args, kwargs)
 
 
 def expect_no_loss(model, args, output):

@@ -52,15 +52,14 @@ def pytest_collection_modifyitems(config, items):
     --part deals the tests marked stress to N parts, by their names: all are in one of them.
     """
     part, parts = map(int, config.getoption("--part").split("/"))
-    others = [
-        item
-        for item in items
-        if item.get_closest_marker("stress")
-        and zlib.crc32(item.nodeid.encode()) % parts != part % parts
-    ]
-    if others:
+
+    def is_in_part(item):
+        stress = item.get_closest_marker("stress")
+        return not stress or zlib.crc32(item.nodeid.encode()) % parts == part % parts
+
+    if others := [item for item in items if not is_in_part(item)]:
         config.hook.pytest_deselected(items=others)
-        items[:] = [item for item in items if item not in set(others)]
+        items[:] = filter(is_in_part, items)
     for item in items:
         reasons = [mark.kwargs.get("reason", "") for mark in item.iter_markers("skipif")]
         if any(reason.startswith("no GPU") for reason in reasons):

@@ -562,11 +562,11 @@ def overview(data, folder=RECORDS / "gpu"):
         "|---" * 6 + "|",
     ]
     card = " ".join(data["machine"]["gpus"]) if data else ""
-    lines.append(row("a step of 8,192 tokens", *step_cells(read("step_compiled"), card), step=3))
+    peak, rate = of_card(PEAKS, card), of_card(BANDWIDTHS, card)
+    lines.append(row("a step of 8,192 tokens", *step_cells(read("step_compiled"), peak), step=3))
     token = read("token_time")
     for size, of in token.get("results", {}).get("token_ms", {"1": {}, "8": {}}).items():
         cells = [of.get(name) and f"{of[name]:.2f} ms" for name in TOKEN_WAYS]
-        rate = of_card(BANDWIDTHS, card)
         limit = rate and of and f"{token['results']['weights_bytes'] / rate / 1e6:.2f} ms"
         lines.append(row(f"a token, batch {size}", *cells, limit, step=3))
     longest_of = {
@@ -586,7 +586,6 @@ def overview(data, folder=RECORDS / "gpu"):
             if one.get("step_s"):
                 said = f"{one['step_s']:.0f} s, {one['peak_bytes'] / 2**30:.1f} GiB"
                 ours.append(said + " (--offload)" * bool(offload))
-                peak = of_card(PEAKS, card)
                 flop = sum(one["attention_flop"].values())
                 least = peak and f"{flop / peak / 1e12:.0f} s, of attention alone"
         what = f"one exact step of {positions:,} tokens"
@@ -602,17 +601,18 @@ def of_card(table, card):
     return next((of for name, of in table.items() if re.search(rf"\b{name}\b", card)), None)
 
 
-def step_cells(data, card):
-    """Of a step, ours compiled, Hugging Face's, that compiled, and the limit: seconds and peak."""
+def step_cells(data, peak):
+    """Of a step, ours compiled, Hugging Face's, that compiled, and the limit: seconds and memory.
+
+    peak: the GPU's TFLOP/s, or None.
+    """
     if not data:
         return [None] * 4
-    ways, peak = data["results"]["ways"], of_card(PEAKS, card)
-    source = Source(data["model"])
-    flop = flop_of_step(source, math.prod(data["results"]["size"]))
+    ways = data["results"]["ways"]
+    flop = flop_of_step(Source(data["model"]), math.prod(data["results"]["size"]))
 
     def cell(name, compiled):
-        laps = ways[name]["step_s"][compiled]
-        median = sorted(laps)[len(laps) // 2]
+        median = middle(ways[name]["step_s"][compiled])
         share = f" ({flop / median / 1e12 / peak:.0%} of the peak)" if peak else ""
         return f"{median:.3f} s{share}, {ways[name]['peak'][compiled] / 2**30:.1f} GiB"
 
@@ -650,7 +650,7 @@ def summary(kind, records, planned):
             f"{name}: {summary_of_compiled(of)}" for name, of in some["results"]["ways"].items()
         ]
     if "token_ms" in some.get("results", {}):
-        return [f"{kind}, batch {size}: {said_of_tokens(of)}"
+        return [f"{kind}, batch {size}: {one_token.in_words(of)}"
                 for size, of in some["results"]["token_ms"].items()]  # fmt: skip
     if "checks" in some:
         return [summary_of_tasks(records, ran)]
@@ -681,12 +681,13 @@ def summary_of_tasks(records, ran):
             f"tolerance {nearest[last]:.0%} ({last})")  # fmt: skip
 
 
-def said_of_tokens(of):
-    return ", ".join(f"{name} {ms:.2f} ms" for name, ms in of.items())
+def middle(laps):
+    """The median; of an even number the later of the two in the middle."""
+    return sorted(laps)[len(laps) // 2]
 
 
 def summary_of_compiled(of):
-    seconds = [sorted(laps)[len(laps) // 2] for laps in of["step_s"]]
+    seconds = list(map(middle, of["step_s"]))
     peaks = [peak / 2**30 for peak in of["peak"]]
     return (f"{seconds[0]:.3f} s, compiled {seconds[1]:.3f} s; peak beside the weights "
             f"{peaks[0]:.1f} GiB, compiled {peaks[1]:.1f} GiB")  # fmt: skip
@@ -722,7 +723,7 @@ def summary_of_speed(run, data):
     ours, theirs = (run["results"][side] for side in ("parallel", "single"))
     steps = [[sum(pair) for pair in zip(laps["forward"], laps["backward"], strict=True)]
              for laps in (ours, theirs)]  # fmt: skip
-    median = sorted(steps[0])[len(steps[0]) // 2]
+    median = middle(steps[0])
     rate = flop_of_step(source, T) / median / 1e12
     on = " ".join(data["machine"]["gpus"]) if data["dtype"] == "bfloat16" else ""
     peak = of_card(PEAKS, on)
@@ -730,9 +731,8 @@ def summary_of_speed(run, data):
     said = (f"{T} tokens: {median:.3f} s, {T / median:,.0f} tokens/s, {rate:.1f} TFLOP/s{share}, "
             f"{ratio(*steps)} of the unmodified model's time")  # fmt: skip
     if "generate" in ours:
-        laps = sorted(ours["generate"])
         said += (f"; {data['new_tokens']} tokens after {data['prompt_tokens']}: "
-                 f"{laps[len(laps) // 2] / data['new_tokens'] * 1e3:.1f} ms each, "
+                 f"{middle(ours['generate']) / data['new_tokens'] * 1e3:.1f} ms each, "
                  f"{ratio(ours['generate'], theirs['generate'])} of its time")  # fmt: skip
     return said
 

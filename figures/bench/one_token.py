@@ -64,8 +64,7 @@ def measure(run, args):
             ways[COMPILED] = partial(both_lengths, compiled, tokens)
         laps = interleave(run, ways, args.repeats)
         of = found[batch_size] = {name: token_ms(phases, tokens) for name, phases in laps.items()}
-        said = ", ".join(f"{name} {ms:.2f} ms" for name, ms in of.items())
-        run.print0(f"a token of {batch_size} text(s) after {args.prompt_len}: {said}")
+        run.print0(f"a token of {batch_size} text(s) after {args.prompt_len}: {in_words(of)}")
     run.results |= here_and_now(run.device.type, run.world_size)
     run.results |= {"token_ms": found, "weights_bytes": weights, "prompt_tokens": args.prompt_len}
 
@@ -88,6 +87,11 @@ def token_ms(phases, tokens):
     medians = {phase: statistics.median(laps) for phase, laps in phases.items()}
     seconds = medians["generate"] if "generate" in medians else medians["long"] - medians["short"]
     return 1e3 * seconds / tokens
+
+
+def in_words(of):
+    """What each way takes, of {way: milliseconds}."""
+    return ", ".join(f"{name} {ms:.2f} ms" for name, ms in of.items())
 
 
 if __name__ == "__main__":

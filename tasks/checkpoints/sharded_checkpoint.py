@@ -270,7 +270,7 @@ def save_training_state(model, optimizer, folder, step, more=None, group=None, k
     own = set(parameters_of(model).values())
     foreign = any(p not in own for settings in optimizer.param_groups for p in settings["params"])
     if any(gather_objects(foreign, group)):
-        raise ValueError("the optimizer was made before the split: it has none of these parameters")
+        raise ValueError("the optimizer has other parameters: was it made before the split?")
     folder, rank = Path(folder), rank_in(group)
     parts = parts_of(gather_objects(regions_of(model), group))
     tensors, states = state_of(model, optimizer, parts, rank)

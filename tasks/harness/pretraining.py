@@ -287,18 +287,27 @@ def progress(run, trial, model, training, losses, tokens):
 
 def check_long_loss(run, loss, ids):
     """Compare the first loss of a training on ids (B, S) with the unmodified model's forward."""
-    references = run.references(run.load_reference())
+    # One sequence at a time: the logits of all would take most of the memory.
+    rows = [(row, row) for row in ids.split(1)]
+    check_mean_loss(run, "loss of the first long step", loss, run.load_reference(), rows)
+
+
+def check_mean_loss(run, name, loss, reference, batches):
+    """Compare a mean loss over batches, (ids, labels) each, with a model's on rank 0.
+
+    reference: that model; None on other ranks.
+    """
+    labels = torch.cat([labels for _, labels in batches])
 
     def losses_of(one):
-        """Take one sequence at a time: the logits of all would take most of the memory."""
-        rows = ids.split(1)
-        return [torch.cat([token_losses(one(row, use_cache=False).logits, row) for row in rows])]
+        pairs = ((one(ids, use_cache=False).logits, labels) for ids, labels in batches)
+        return [torch.cat([token_losses(*pair) for pair in pairs])]
 
     with torch.no_grad():
-        (losses,) = run.reference_values(losses_of, references)
-    expected = [mean_loss(of, ids) for of in losses]
+        (losses,) = run.reference_values(losses_of, run.references(reference))
+    expected = [mean_loss(of, labels) for of in losses]
     loss = torch.tensor(loss, dtype=torch.float64).to(expected[0])
-    run.check("loss of the first long step", [(loss, *expected)], own_error=error_of_mean(*losses))
+    run.check(name, [(loss, *expected)], own_error=error_of_mean(*losses))
 
 
 def say_what_was_learnt(run, loss, rows, held):
@@ -349,7 +358,6 @@ def export(run, model, tokenizer, checkpoints, batches, loss):
 
     run.together(write)
     batches = [[tensor.to(run.device) for tensor in batch] for batch in batches]
-    labels = torch.cat([labels for _, labels in batches])
     again = LlamaForCausalLM.from_pretrained(folder).to(run.device) if full_state else None
     if full_state and again.dtype != run.dtype:  # transformers 4 has read it as float32
         again.to(run.dtype)
@@ -357,15 +365,7 @@ def export(run, model, tokenizer, checkpoints, batches, loss):
             again.load_state_dict(load_file(path), strict=False)
     if full_state and run.dtype == torch.float64:
         compute_in_float64(again)
-
-    def losses_of(one):
-        return [torch.cat([token_losses(one(ids).logits, labels) for ids, labels in batches])]
-
-    with torch.no_grad():
-        (losses,) = run.reference_values(losses_of, run.references(again))
-        expected, own_error = [mean_loss(of, labels) for of in losses], error_of_mean(*losses)
-        loss = torch.tensor(loss, dtype=torch.float64).to(expected[0])
-        run.check("held-out loss of what was exported", [(loss, *expected)], own_error=own_error)
-        if full_state:
-            text = again.generate(batches[0][0][:1, :8], max_new_tokens=24, do_sample=False)[0]
-            run.print0(f"exported to {folder}, which continues: {tokenizer.decode(text)}")
+    check_mean_loss(run, "held-out loss of what was exported", loss, again, batches)
+    if full_state:
+        text = again.generate(batches[0][0][:1, :8], max_new_tokens=24, do_sample=False)[0]
+        run.print0(f"exported to {folder}, which continues: {tokenizer.decode(text)}")

@@ -121,12 +121,17 @@ def share_head_norms(model, group):
                 norm.__class__, norm.get_group = mixed_in(HeadNorm, type(norm)), getter(group)
 
 
+def has_labels(model, args, kwargs):
+    """Return whether a model's forward gets labels, by position or name."""
+    given = inspect.signature(model.forward).bind(*args, **kwargs).arguments
+    return given.get("labels") is not None
+
+
 def with_full_logits(gather):
     """Return a forward hook for a LlamaForCausalLM: `gather(logits)`, if no labels were given."""
 
     def hook(model, args, kwargs, output):
-        given = inspect.signature(model.forward).bind(*args, **kwargs).arguments
-        if given.get("labels") is not None:
+        if has_labels(model, args, kwargs):
             return output
         if isinstance(output, tuple):  # return_dict=False: logits come first
             return gather(output[0]), *output[1:]
