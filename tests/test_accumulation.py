@@ -333,7 +333,7 @@ BUGS = {
         "no labels: tiled",
     ),
     "a loss is taken for logits": (
-        "calls", "shards.py", 'if given.get("labels") is not None:', "if False:", "",
+        "calls", "shards.py", 'return given.get("labels") is not None', "return False", "",
     ),
     "a backward may add to a sum": (
         "wrong_use", "replicas.py", "if sum_is_there:", "if False:", "has added to gradients",

@@ -97,7 +97,7 @@ def test_refused(flags, nproc, message, tmp_path):
 
 
 LONG = ["--model", "random/small-8k", "--steps", 2, "--num-layers", 1, "--batch-size", 1]
-LONG += ["--seq-len", 3000, "--memory-budget", 0.4]
+LONG += ["--seq-len", 3000, "--memory-budget", 0.3]  # one rank takes some 0.43, each of two 0.22
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only there can a process's memory be limited")
