@@ -28,6 +28,7 @@ import statistics
 from functools import partial
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from transformers import DynamicCache, GenerationConfig, LlamaModel, StaticCache
 
@@ -143,19 +144,34 @@ def generate_in_place(model, ids, mask, new_tokens, choose, cache, by_graph=True
 def recorded(step):
     """Record step() as a CUDA graph, without running it, and return what replays it.
 
-    On a CPU there are no graphs: it is the step itself.
+    Where nothing can be recorded it returns the step itself: on a CPU, with gloo, which waits for
+    the device, and with RoPE that asks how far the text is.
     """
-    if step.ids.device.type != "cuda":
+    on_cuda = step.ids.device.type == "cuda"
+    by_nccl = not dist.is_initialized() or dist.get_backend() == "nccl"
+    by_length = rope_of(step.model.config).get("rope_type") in ("dynamic", "longrope")
+    if not on_cuda or not by_nccl or by_length:
         return step
     graph = torch.cuda.CUDAGraph()
     # thread_local: NCCL's own thread may ask for events meanwhile.
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         step()
-    return graph.replay
+    return partial(replay, graph, step)
+
+
+def replay(graph, step):
+    """Run a step that was recorded. The step's tensors must live as long as the graph does."""
+    graph.replay()
 
 
 def choose_from_full_logits(model, logits):
-    """Return the likeliest tokens (B, 1) by full logits (B, 1, V), with embeddings (B, 1, H)."""
+    """Return the likeliest tokens (B, 1) by full logits (B, 1, V), with embeddings (B, 1, H).
+
+    Raises ValueError for a part of the logits.
+    """
+    if logits.shape[-1] != model.config.vocab_size:
+        words = f"{logits.shape[-1]} of {model.config.vocab_size}"
+        raise ValueError(f"logits of {words} words, not of all: use choose_among_ranks")
     token = logits.argmax(-1)
     return token, model.get_input_embeddings()(token)
 
@@ -318,10 +334,10 @@ def replays(model, ids, new_tokens, choose, kv_heads):
     step = DecodingStep(model, ids, torch.ones_like(ids), length - ids.shape[1], choose, cache)
     for _ in range(WARM_UP):
         step()
-    replay = recorded(step)
+    run_recorded = recorded(step)
     yield "record"
     for _ in range(new_tokens):
-        replay()
+        run_recorded()
     yield "generate"
 
 

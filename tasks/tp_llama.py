@@ -77,8 +77,9 @@ def tensor_parallelize(model, mesh, vocab_parallel=True, region_ops=None):
     Shares may be uneven; with more ranks than KV heads each KV head is held by several ranks (see
     `shard_heads`). The model is used as before. Logits come out full, gathered from the ranks; if
     `labels` are given, the loss is computed from the split logits, and `output.logits` is this
-    rank's (B, S, V/P), or None where these would take more than `LOSS_TILE_BYTES`. Works on a model
-    without memory (device meta) too.
+    rank's (B, S, V/P), or None where these would take more than `LOSS_TILE_BYTES`: the LM head's
+    output is then its input. Attentions that are asked for are those of this rank's heads. Works on
+    a model without memory (device meta) too.
     region_ops: functions of (x, group), in place of f and g.
     Raises UserError for more ranks than query heads or vocabulary entries, ValueError for a model
     that is split already, or built otherwise.
@@ -196,8 +197,15 @@ class VocabParallelHead(nn.Linear):
 
 
 def expect_loss(model, args, kwargs):
-    """Tell the LM head, as a pre-hook, whether the model was given labels."""
+    """Tell the LM head, as a pre-hook, whether the model was given labels.
+
+    Raises ValueError if its `loss_function` has been replaced since the split.
+    """
     model.lm_head.wants_loss = has_labels(model, args, kwargs)
+    if model.lm_head.wants_loss:
+        from utils.refusals import refuse_own_loss
+
+        refuse_own_loss(model, MethodType(vocab_parallel_loss, model))
 
 
 def expect_no_loss(model, args, output):
@@ -206,7 +214,8 @@ def expect_no_loss(model, args, output):
     if head.in_tiles and isinstance(output, tuple):  # return_dict=False: the loss comes first
         output = output[0], None, *output[2:]
     elif head.in_tiles and output is not None:  # None: the forward has failed
-        output.logits = None
+        # (A new one: set to None, an entry of the old one would keep its value.)
+        output = type(output)(**(dict(output) | {"logits": None}))
     head.wants_loss = head.in_tiles = False
     return output
 

@@ -46,9 +46,10 @@ def test_tied(nproc, tmp_path):
     assert result.code == 0 and result.out.count("full model: ok") == nproc, result.tail()
 
 
-def test_wrong_use(odd_llama, tmp_path):
+@pytest.mark.parametrize("what", ["wrong_use", "lost"])
+def test_wrong_use(what, odd_llama, tmp_path):
     """Of slices: a state dict, PyTorch's clipping, dropout. And a folder that cannot be written."""
-    result = full_model(tmp_path, odd_llama, 2, "float64", "wrong_use")
+    result = full_model(tmp_path, odd_llama, 2, "float64", what)
     assert result.code == 0 and result.out.count("full model: ok") == 2, result.tail()
 
 
@@ -184,8 +185,35 @@ BUGS = {
         "config, generation = model.config, model.generation_config", "config.json",
     ),
     "slices pass for a state": (
-        "wrong_use", 2, "shards.py", "if any(map(is_slice, model.parameters())):", "if False:",
+        "wrong_use", 2, "shards.py",
+        'if any(getattr(module, "slices", ()) for module in model.modules()):', "if False:",
         "not refused: full_state_dict",
+    ),
+    "slices that FSDP2 has split pass for tensors": (
+        "lost", 2, "shards.py", 'if not hasattr(getattr(module, name), "shard"):', "if False:",
+        "not refused: model.embed_tokens.weight was",
+    ),
+    "clipping that was imported before clips slices": (
+        "lost", 2, "refusals.py", "if value is original]", "if value is None]",
+        "not refused: utils.full_model.clip_grad_norm_",
+    ),
+    "a norm of slices' gradients is taken": (
+        "lost", 2, "refusals.py", "MODELS_OF_SLICES.add(model)", "pass",
+        "not refused: utils.full_model.grad_norm",
+    ),
+    "a loss of one's own is not called": (
+        "lost", 2, "refusals.py", "if model.loss_function != expected:", "if False:",
+        "not refused: a loss_function",
+    ),
+    "hidden states pass for logits": (
+        "in_tiles TP", 2, "tp_llama.py",
+        'output = type(output)(**(dict(output) | {"logits": None}))', "output.logits = None",
+        "AssertionError: TP",
+    ),
+    "an optimizer of some parameters is filled in": (
+        "wrong_use", 2, "sharded_checkpoint.py",
+        'if names_by_group(model, optimizer, group) != record["groups"]:', "if False:",
+        "not refused: had other groups",
     ),
     "PyTorch clips slices": (
         "wrong_use", 2, "refusals.py",
@@ -212,8 +240,8 @@ BUGS = {
         "aten._scaled_dot_product_flash_attention_for_cpu.default,", "", "Ulysses: attention {",
     ),
     "Adam begins anew": (
-        "resume TP", 2, "sharded_checkpoint.py", "{key: torch.tensor(of) for",
-        "{key: torch.tensor(0 * of) for", "resumed",
+        "resume TP", 2, "sharded_checkpoint.py", "{key: torch.tensor(of, device=device) for",
+        "{key: torch.tensor(0 * of, device=device) for", "resumed",
     ),
     "a moment is forgotten": (
         "resume DTensor", 2, "sharded_checkpoint.py", "local_part(tensor.detach()).copy_(values)",

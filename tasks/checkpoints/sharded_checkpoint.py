@@ -15,7 +15,7 @@ rank's slice alone. DTensors would tell it of slices, but not of uneven heads or
 import json
 import math
 import shutil
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from pathlib import Path
 
 import torch
@@ -23,7 +23,17 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from checkpoints.checkpoint import Checkpoints, begin, digest, finish, flush, newest, step_of
+from checkpoints.checkpoint import (
+    Checkpoints,
+    begin,
+    damage,
+    digest,
+    finish,
+    flush,
+    list_checkpoints,
+    newest,
+    step_of,
+)
 from utils.errors import UserError
 from utils.full_model import gather_objects, parameters_of, rank_in
 from utils.gradients import local_part
@@ -181,7 +191,10 @@ def state_of(model, optimizer, parts, rank):
     tensors, states, regions = {}, {}, regions_of(model)
     for name, parameter in parameters_of(model).items():
         state = optimizer.state.get(parameter, {})
-        split = {key: of for key, of in state.items() if torch.is_tensor(of) and of.dim()}
+        tensors_of = {key: of for key, of in state.items() if torch.is_tensor(of)}
+        # A parameter that is one number has states that are one number; Adam's step is none of it.
+        single = parameter.dim() == 0
+        split = {k: of for k, of in tensors_of.items() if of.dim() or (single and k != "step")}
         for key, tensor in split.items():
             if tensor.shape != parameter.shape:
                 shapes = f"{list(tensor.shape)} for {list(parameter.shape)}"
@@ -207,11 +220,20 @@ def write_part(path, tensors):
 @torch.no_grad()
 def read_state(path, model, optimizer, parts, states):
     """Fill in this rank's parameters, and the optimizer's states of them; see `state_of`."""
+    # Adam's kernels that never wait for the device want its step there.
+    on_device = {
+        parameter
+        for settings in optimizer.param_groups
+        for parameter in settings["params"]
+        if settings.get("fused") or settings.get("capturable")
+    }
     for name, parameter in parameters_of(model).items():
         keys, numbers = states[name]
         optimizer.state.pop(parameter, None)  # states of steps taken before do not count
+        device = parameter.device if parameter in on_device else torch.device("cpu")
         if keys or numbers:
-            optimizer.state[parameter] = {key: torch.tensor(of) for key, of in numbers.items()}
+            of_parameter = {key: torch.tensor(of, device=device) for key, of in numbers.items()}
+            optimizer.state[parameter] = of_parameter
         for key in "parameter", *keys:
             values = read_region(path, f"{key}.{name}", parts[name], shard_of(parameter))
             tensor = parameter
@@ -280,19 +302,20 @@ def save_training_state(model, optimizer, folder, step, more=None, group=None, k
         record["states"] |= of_rank
     record["optimizer"] = type(optimizer).__name__
     record["settings"] = [
-        {key: value for key, value in settings.items() if key not in OF_THE_PROGRAM}
+        {
+            key: value.item() if torch.is_tensor(value) else value
+            for key, value in settings.items()
+            if key not in OF_THE_PROGRAM
+        }
         for settings in optimizer.param_groups
     ]
-    record["groups"] = [set() for _ in optimizer.param_groups]
-    for of_rank in gather_objects(names_by_group(model, optimizer), group):
-        record["groups"] = [a | set(b) for a, b in zip(record["groups"], of_rank, strict=True)]
-    record["groups"] = [sorted(names) for names in record["groups"]]
+    record["groups"] = names_by_group(model, optimizer, group)
 
     def start():
         folder.mkdir(parents=True, exist_ok=True)
-        there = newest(folder)[0] if any(folder.glob("step-*")) else None
-        if there and step_of(there) > step:
-            raise UserError(f"{there} is of a later step than {step}: name another folder")
+        later = [path for path in list_checkpoints(folder) if step_of(path) > step]
+        if good := next((path for path in later if not damage(path)), None):
+            raise UserError(f"{good} is of a later step than {step}: name another folder")
         return begin(folder, step)
 
     part = together(lambda: start() if rank == 0 else None, group)[0]
@@ -336,15 +359,15 @@ def load_training_state(model, optimizer, folder, group=None):
             raise UserError(f"{path}: of another model: {name} was {value}, not {now[name]}")
     if record["optimizer"] != type(optimizer).__name__:
         raise UserError(f"{path}: of the optimizer {record['optimizer']}")
-    groups = zip_longest(names_by_group(model, optimizer), record["groups"], fillvalue=())
-    alike = all(set(local) <= set(names) for local, names in groups)
-    if not all(gather_objects(alike, group)):
+    if names_by_group(model, optimizer, group) != record["groups"]:
         raise UserError(f"{path}: the optimizer had other groups of parameters")
     together(lambda: read_state(path, model, optimizer, record["parts"], record["states"]), group)
     for one, settings in zip(optimizer.param_groups, record["settings"], strict=True):
-        tuples = {key for key, value in one.items() if isinstance(value, tuple)}
         for key, value in settings.items():
-            one[key] = tuple(value) if key in tuples else value
+            if torch.is_tensor(one.get(key)):
+                one[key].fill_(value)
+            else:
+                one[key] = tuple(value) if isinstance(one.get(key), tuple) else value
     return record["step"], record["more"]
 
 
@@ -362,16 +385,20 @@ def function_of(config):
     names += "layer_types", "no_rope_layers"  # which layers have a window, and which RoPE
     found = {name: getattr(config, name, None) for name in names}
     found |= {"rope_theta": theta, "rope": rope, "sliding_window": window_of(config)}
+    if rope["rope_type"] in ("dynamic", "longrope", "yarn"):  # which compare it with the length
+        found["max_position_embeddings"] = config.max_position_embeddings
     return json.loads(json.dumps(found))
 
 
-def names_by_group(model, optimizer):
-    """Return the names of this rank's parameters in each of the optimizer's groups."""
+def names_by_group(model, optimizer, group):
+    """Return the sorted names of all ranks' parameters in each of the optimizer's groups."""
     names = {parameter: name for name, parameter in parameters_of(model).items()}
-    return [
+    local = [
         [names[parameter] for parameter in settings["params"] if parameter in names]
         for settings in optimizer.param_groups
     ]
+    everyone = zip_longest(*gather_objects(local, group), fillvalue=())
+    return [sorted(set(chain.from_iterable(of_ranks))) for of_ranks in everyone]
 
 
 def together(function, group):

@@ -57,5 +57,7 @@ class TiledVocabParallelLoss(torch.autograd.Function):
         dx, dweight, no_label = ctx.saved_tensors
         grad = grad.masked_fill(no_label, 0)  # a mean over no label divides by 0
         dx = dx if dx is None else dx * grad
-        dweight = dweight if dweight is None else (dweight * grad).to(ctx.dtype)
+        if dweight is not None:
+            narrow = torch.empty_like(dweight, dtype=ctx.dtype)
+            dweight = torch.mul(dweight, grad, out=narrow)  # no second one in float32
         return dx, dweight, None, None, None, None, None, None

@@ -22,14 +22,16 @@ from transformers.utils.hub import convert_file_size_to_int
 from utils.collectives import all_gather
 from utils.gradients import local_part
 from utils.settings import settings_of
-from utils.shards import full_shape_of, shard_of
+from utils.shards import check_slices, full_shape_of, shard_of
 
 
 def parameters_of(model):
     """Return {name: parameter}, by the names that the model has without torch.compile's wrappers.
 
     Makes FSDP2's parameters slices again: after a forward without a backward, its root's are whole.
+    Raises ValueError for slices that have lost their region, see `check_slices`.
     """
+    check_slices(model)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -245,10 +247,11 @@ def save_pretrained(model, folder, max_shard_size="5GB", group=None):
     rank = rank_in(group)
     if is_adapter:
         virtual = all(of.is_prompt_learning for of in model.peft_config.values())
-        if not virtual and any(len(one.parts) > 1 for one in found.values()):
+        split = [name for name, one in found.items() if len(one.parts) > 1]
+        if any("prompt_encoder" in name for name in split) or (split and not virtual):
             raise ValueError("an adapter in layers that are split: only whole weights can have one")
-        # PEFT would ask for the model's state, of which virtual tokens are no part.
-        given = {"state_dict": {}, "save_embedding_layers": False} if virtual else {}
+        # PEFT would ask for the state of the model, of which virtual tokens are no part.
+        given = {"state_dict": {}, "save_embedding_layers": False} if split else {}
         error = attempt(lambda: model.save_pretrained(folder, **given)) if rank == 0 else None
         return raise_together(error, folder, group)
     files, error = into_files(found, convert_file_size_to_int(max_shard_size)), None

@@ -4,12 +4,16 @@ Shapes as in `utils/__init__.py`.
 """
 
 import inspect
+import sys
+import weakref
 from collections.abc import Iterator
 from functools import wraps
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor
+from transformers.loss.loss_utils import ForCausalLMLoss
 
 from utils.llama import HEAD_NORMS
 from utils.shards import is_slice
@@ -19,6 +23,8 @@ OF_MODEL = {"embed_tokens", "layers", "norm", "rotary_emb"}
 OF_LAYER = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
 OF_ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 OF_MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+
+MODELS_OF_SLICES = weakref.WeakSet()
 
 
 def check_ordinary(model):
@@ -55,6 +61,15 @@ def check_parts(name, module, parts, more=frozenset()):
         raise ValueError(f"not built as a LlamaForCausalLM: {name} {' and '.join(said)}")
 
 
+def refuse_own_loss(model, expected=ForCausalLMLoss):
+    """Raise ValueError if a model's `loss_function` is another than the one that is replaced."""
+    if model.loss_function != expected:
+        raise ValueError(
+            "a loss_function of your own would not be called, or get a part of the logits: compute "
+            "the loss from the logits, which come out full without labels"
+        )
+
+
 def refuse_dropout(model):
     """Raise ValueError in training with dropout of attention, see `guard_dropout`."""
     attention = getattr(model, "model", model).layers[0].self_attn.modules()  # PEFT may wrap it
@@ -66,7 +81,10 @@ def refuse_dropout(model):
 
 
 def check_first(owner, name, check):
-    """Let `owner`'s function, from now on, begin with check({name: argument}), which may raise."""
+    """Let `owner`'s function, from now on, begin with check({name: argument}), which may raise.
+
+    Where a module has imported the function by name, it gets the checked one, too.
+    """
     original = getattr(owner, name)
     if getattr(original, "check", None) is check:
         return
@@ -83,6 +101,10 @@ def check_first(owner, name, check):
 
     checked.check = check
     setattr(owner, name, checked)
+    for module in list(sys.modules.values()):
+        names = [key for key, value in vars(module).items() if value is original]
+        for key in names:
+            setattr(module, key, checked)
 
 
 def refuse_shared_batches(given):
@@ -100,11 +122,19 @@ def refuse_shared_batches(given):
                 )
 
 
-def refuse_to_clip_slices(given):
-    """Raise ValueError for slices. given: the arguments of PyTorch's `clip_grad_norm_`.
+def refuse_norms_of_slices(model):
+    """Let PyTorch's functions for the norm of gradients, from now on, refuse this model's slices.
 
     Each rank would clip by the norm of its own slices, and the ranks would drift apart.
     """
+    MODELS_OF_SLICES.add(model)
+    check_first(nn.utils, "clip_grad_norm_", refuse_to_clip_slices)
+    if hasattr(nn.utils, "get_total_norm"):  # from PyTorch 2.6 on
+        check_first(nn.utils, "get_total_norm", refuse_total_norm)
+
+
+def refuse_to_clip_slices(given):
+    """Raise ValueError for slices. given: the arguments of PyTorch's `clip_grad_norm_`."""
     parameters = given["parameters"]
     if any(map(is_slice, [parameters] if torch.is_tensor(parameters) else parameters)):
         raise ValueError(
@@ -113,11 +143,28 @@ def refuse_to_clip_slices(given):
         )
 
 
-def refuse_to_scale_slices(given):
-    """Raise ValueError for slices. given: the arguments of PyTorch's `GradScaler.unscale_`.
+def refuse_total_norm(given):
+    """Raise ValueError for gradients of slices. given: the arguments of `get_total_norm`."""
+    tensors = given["tensors"]
+    known = {id(tensor) for tensor in ([tensors] if torch.is_tensor(tensors) else tensors)}
+    parameters = [p for model in MODELS_OF_SLICES for p in model.parameters() if is_slice(p)]
+    if any(id(p) in known or (p.grad is not None and id(p.grad) in known) for p in parameters):
+        raise ValueError(
+            "get_total_norm: each rank has slices only; utils.full_model.grad_norm(model) is the "
+            "full model's norm"
+        )
+
+
+def refuse_scaled_slices():
+    """Let PyTorch's GradScaler, from now on, refuse an optimizer of slices.
 
     A rank whose own slices overflow would leave out the step, and the ranks would drift apart.
     """
+    check_first(torch.amp.GradScaler, "unscale_", refuse_to_scale_slices)
+
+
+def refuse_to_scale_slices(given):
+    """Raise ValueError for slices. given: the arguments of PyTorch's `GradScaler.unscale_`."""
     groups = given["optimizer"].param_groups
     if given["self"].is_enabled() and any(is_slice(p) for of in groups for p in of["params"]):
         raise ValueError(

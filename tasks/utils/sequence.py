@@ -33,12 +33,16 @@ def convert_attention(model, kind, group, name, attend):
 
     name: of `attend` in transformers' list. `model.before` keeps the model's configurations, which
     other models may share. Weights may be `keep_shard`'s slices. Raises ValueError as
-    `check_ordinary` does, and UserError for RoPE that depends on the length of the sequence. For
-    adapters that are not right the first forward raises ValueError, see `check_by_token`.
+    `check_ordinary` and `refuse_own_loss` do, and UserError for RoPE that depends on the length of
+    the sequence. For adapters that are not right the first forward raises ValueError, see
+    `check_by_token`.
     """
-    from utils.refusals import check_ordinary
+    from utils.refusals import check_ordinary, refuse_own_loss
 
     check_ordinary(model)
+    if not hasattr(model, "sum_of_losses"):  # Task 2's, of a split vocabulary
+        refuse_own_loss(model)
+    model.replaced_loss = model.loss_function
     config = model.config
     if (of_rope := rope_of(config).get("rope_type")) in ("dynamic", "longrope"):
         raise UserError(f"RoPE {of_rope} depends on the sequence's length, which no rank sees")
@@ -203,6 +207,9 @@ class SequenceParallelLlama:
         if inputs_embeds is None:
             check_ids(ids, self.config.vocab_size)  # on all ranks, so that all raise
         if labels is not None:
+            from utils.refusals import refuse_own_loss
+
+            refuse_own_loss(self, self.replaced_loss)
             targets = next_tokens(labels, ids.shape[:2], self.config.vocab_size)
         S = ids.shape[1]
         length = self.padded(S)

@@ -8,7 +8,6 @@ import inspect
 import sys
 import weakref
 
-import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
@@ -22,7 +21,8 @@ def keep_shard(layer, dim, start, stop):
 
     layer: nn.Linear or nn.Embedding. With dim 0 (output units, vocabulary rows) a bias is sliced
     too; with dim 1 (input units) the bias is left full. Each parameter remembers its region of the
-    full tensor as `parameter.shard`, which `shard_of` reads.
+    full tensor as `parameter.shard`, which `shard_of` reads; the layer remembers in `slices` which
+    of its parameters have one.
     """
     for name, full in list(layer.named_parameters(recurse=False)):
         if dim < full.dim():
@@ -32,6 +32,8 @@ def keep_shard(layer, dim, start, stop):
             region[dim] = slice(first + start, first + stop)
             shard = nn.Parameter(piece, requires_grad=full.requires_grad)
             setattr(layer, name, mark_shard(shard, tuple(region), full_shape_of(full)))
+            if is_slice(shard):
+                layer.slices = {*getattr(layer, "slices", ()), name}
     if isinstance(layer, nn.Linear):
         layer.out_features, layer.in_features = layer.weight.shape
     else:
@@ -146,19 +148,19 @@ def refuse_if_split(model):
 
     They cannot be saved, nor clipped by PyTorch's own norm (`full_model.py` has functions for
     both), resized, or scaled by a GradScaler, and cannot have PEFT's adapters: present adapters are
-    refused now, later adapters at the next forward. Raises ValueError as `check_unsplit` and
-    `refuse_adapters_on_slices` do.
+    refused now, later adapters at the next forward, as are slices that `fully_shard` has split
+    again. Raises ValueError as `check_unsplit` and `check_slices` do.
     """
-    from utils.refusals import check_first, refuse_to_clip_slices, refuse_to_scale_slices
+    from utils.refusals import refuse_norms_of_slices, refuse_own_loss, refuse_scaled_slices
 
     check_unsplit(model)
-    refuse_adapters_on_slices(model)
-    guard(model, refuse_adapters_on_slices)
+    refuse_own_loss(model)
+    check_slices(model)
+    guard(model, check_slices)
     for module in model.modules():
         module.register_state_dict_pre_hook(refuse_state_dict)
-    for owner in nn.utils, nn.utils.clip_grad:
-        check_first(owner, "clip_grad_norm_", refuse_to_clip_slices)
-    check_first(torch.amp.GradScaler, "unscale_", refuse_to_scale_slices)
+    refuse_norms_of_slices(model)
+    refuse_scaled_slices()
 
     def save_pretrained(*_, **__):
         raise ValueError(
@@ -182,17 +184,28 @@ def check_unsplit(model):
     check_ordinary(model)
 
 
-def refuse_adapters_on_slices(model):
-    """Raise ValueError for PEFT's adapters: none is right on slices of weights."""
+def check_slices(model):
+    """Raise ValueError for PEFT's adapters, none of which is right on slices, and for lost slices.
+
+    What replaces a slice by another parameter loses its region: FSDP2's `fully_shard` does, and
+    `load_state_dict(assign=True)`. A rank's slice would count as the full tensor from then on.
+    """
     if "peft" in sys.modules:  # else there is no adapter
         from utils.adapters import refuse_adapters
 
         refuse_adapters(model)
+    for place, module in model.named_modules():
+        for name in getattr(module, "slices", ()):
+            if not hasattr(getattr(module, name), "shard"):
+                raise ValueError(
+                    f"{place}.{name} was a slice, and has been replaced (by fully_shard?): "
+                    "parallelize_2d of pretrain_2d.py splits over two axes"
+                )
 
 
 def refuse_state_dict(model, prefix, keep_vars):
     """Raise ValueError, as a hook, if a state dict would name slices like full tensors."""
-    if any(map(is_slice, model.parameters())):
+    if any(getattr(module, "slices", ()) for module in model.modules()):
         raise ValueError(
             "state_dict: each rank has slices only; utils.full_model.full_state_dict(model) "
             "gathers the full tensors, and named_parameters() has the slices"

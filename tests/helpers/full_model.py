@@ -19,8 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor.parallel import loss_parallel
+from torch.nn.utils import clip_grad_norm_ as imported_before
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import AutoModelForCausalLM
@@ -362,7 +364,9 @@ def in_tiles(name, split, step_of, ids, folder):
         tp_llama.LOSS_TILE_BYTES = size
         model = split(ordinary())
         output = loss_of(model)
-        assert (output.logits is None) == (size < 2**28), name
+        in_tiles = size < 2**28
+        assert (output.logits is None) == ("logits" not in output) == in_tiles, name
+        assert len(output.to_tuple()) == 2 - in_tiles, name
         close(output.loss, expected, f"{name}: loss in tiles of {size} bytes")
         output.loss.backward(retain_graph=True)
         if "Ulysses" in name or "DP" in name:
@@ -444,6 +448,42 @@ def functions(folder):
         )
 
 
+def lost(folder):
+    """What would lose slices, or clip by them, or take another loss, without a word."""
+    mesh = init_device_mesh("cpu", (P,), mesh_dim_names=("tp",))
+    model = ordinary()
+    model.loss_function = lambda *args, **kwargs: torch.zeros(())
+    for split in tensor_parallelize, dtensor_parallelize, sequence_parallelize, ring_parallelize:
+        refused(partial(split, model, mesh), "a loss_function of your own")
+    for split in tensor_parallelize, sequence_parallelize:
+        model = split(ordinary(), mesh)
+        copy.deepcopy(model)(input_ids=IDS, labels=IDS)
+        model.loss_function = lambda *args, **kwargs: torch.zeros(())
+        refused(partial(model, input_ids=IDS, labels=IDS), "a loss_function of your own")
+        model(input_ids=IDS)
+
+    model = tensor_parallelize(ordinary(), mesh)
+    step(model, IDS)
+    grads = [parameter.grad for parameter in model.parameters()]
+    refused(partial(imported_before, model.parameters(), 1.0), "utils.full_model.clip_grad_norm_")
+    refused(partial(torch.nn.utils.get_total_norm, grads), "utils.full_model.grad_norm")
+    torch.nn.utils.get_total_norm([torch.ones(2)])
+    imported_before([torch.ones(2, requires_grad=True)], 1.0)
+
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    said = "model.embed_tokens.weight was a slice, and has been replaced"
+    refused(partial(model, input_ids=IDS), said)
+    for function in grad_norm, full_state_dict, partial(clip_grad_norm_, max_norm=1.0):
+        refused(partial(function, model), said)
+    refused(partial(save_pretrained, model, folder / "none"), said)
+    refused(model.state_dict, "full_state_dict")
+    optimizer = torch.optim.AdamW(model.parameters())
+    refused(partial(save_training_state, model, optimizer, folder / "none", 0), said)
+    assert not (folder / "none").exists()
+
+
 def wrong_use(folder):
     """What would be silently wrong on slices is an error."""
     mesh = init_device_mesh("cpu", (P,), mesh_dim_names=("tp",))
@@ -490,6 +530,18 @@ def wrong_use(folder):
     model[0].config.rms_norm_eps = eps
     before = torch.optim.AdamW(ordinary().parameters())
     refused(partial(save_training_state, model[0], before, folder / "state", 6), "before the split")
+    some = torch.optim.AdamW([*model[0].parameters()][1:])
+    refused(partial(load_training_state, model[0], some, folder / "state"), "had other groups")
+    more = torch.optim.AdamW(model[0].parameters(), lr=torch.tensor(0.5))
+    save_training_state(model[0], more, folder / "state", 6)
+    more.add_param_group({"params": [torch.ones(2, requires_grad=True)]})
+    refused(partial(load_training_state, model[0], more, folder / "state"), "had other groups")
+    more = torch.optim.AdamW(model[0].parameters(), lr=torch.tensor(0.1), fused=True)
+    assert load_training_state(model[0], more, folder / "state")[0] == 6
+    assert more.param_groups[0]["lr"].equal(torch.tensor(0.5)), "a learning rate in a tensor"
+    shutil.rmtree(folder / "state") if RANK == 0 else None
+    dist.barrier()
+    save_training_state(*model, folder / "state", 5)
     assert load_training_state(*model, folder / "state")[0] == 5
     model[0].config.pad_token_id, halves = 7, (1, model[0].config.num_hidden_layers)
     stage = copy.deepcopy(model[0])
@@ -522,7 +574,7 @@ if __name__ == "__main__":
     torch.manual_seed(0)
     IDS = torch.randint(2, 140, (12, 12))
     every = techniques(P)
-    if what in ("wrong_use", "functions"):
+    if what in ("wrong_use", "lost", "functions"):
         every, only = {}, []
         globals()[what](FOLDER)
     for name in only or every:
