@@ -22,6 +22,7 @@ learning rates, parameters. `--output-dir DIR` keeps checkpoints, which other me
 `--memory-budget` trains on long sequences instead, for which a single rank may have no room.
 """
 
+import inspect
 import math
 from functools import partial
 from itertools import chain, islice, repeat
@@ -48,9 +49,9 @@ from dtensor_llama import COLUMNS, HEADS, Local, VocabularyRows, apply_plan, spl
 from utils.collectives import all_reduce
 from utils.errors import UserError
 from utils.gradients import new_gradients, sum_in_place
-from utils.llama import HEAD_NORMS, guard_dropout, share_batches, window_of
+from utils.llama import HEAD_NORMS, bind, guard_dropout, share_batches, window_of
 from utils.partition import shard_range
-from utils.shards import refuse_if_split
+from utils.shards import has_labels, refuse_if_split
 
 # ---------------------------------------------------------------- the technique: the plan
 
@@ -152,7 +153,9 @@ def parallelize_2d(model, mesh, replicate=False):
     """Split a LlamaForCausalLM in place, over a mesh of the axes "dp" and "tp".
 
     The plan splits it over tp, and FSDP2 over dp, unless dp is 1 or `replicate` is set. Works on a
-    model without memory (device meta), too. Its logits are DTensors, split over the vocabulary.
+    model without memory (device meta), too. Its logits are DTensors, split over the vocabulary. Its
+    forward takes whole ids, and raises ValueError for what `see_whole_sequence` refuses, and for
+    labels: `forward_backward` sums the gradients, too.
     Raises UserError for more ranks along tp than query heads or vocabulary entries, ValueError for
     a model that is split already, or has norms of heads or a sliding window.
     """
@@ -168,11 +171,45 @@ def parallelize_2d(model, mesh, replicate=False):
     apply_plan(model, tp, PLAN | plan_uneven_heads(model, tp.size(), tp.get_local_rank()))
     if tied:  # the plan gave each of them a shard of its own
         head.weight = base.embed_tokens.weight
+    base.register_forward_pre_hook(bind(see_whole_sequence, ranks=tp.size()), with_kwargs=True)
+    model.register_forward_pre_hook(refuse_labels, with_kwargs=True)
     if mesh["dp"].size() > 1 and not replicate:
         # A tied embedding and the head must be in one unit, else they are no longer tied.
         for unit in [*base.layers, *([] if tied else [base]), model]:
             fully_shard(unit, mesh=mesh["dp"])
     return model
+
+
+def see_whole_sequence(base, args, kwargs, ranks):
+    """Give a LlamaModel, as a pre-hook, its positions, and refuse what is not only causal.
+
+    Hugging Face counts positions, and shapes masks, by the embeddings; a rank has only its tokens'
+    here. Raises ValueError for tokens that do not divide by the ranks along tp, for padding that a
+    mask hides, for packed documents, embeddings as input, a KV cache, and eager attention.
+    """
+    given = inspect.signature(base.forward).bind(*args, **kwargs).arguments
+    given |= given.pop("kwargs", {})  # those without a name in the signature
+    ids, mask, positions = map(given.get, ("input_ids", "attention_mask", "position_ids"))
+    for name in "inputs_embeds", "past_key_values", "cache":
+        if given.get(name) is not None:
+            raise ValueError(f"{name}: not where each rank has its own tokens")
+    if ids.shape[1] % ranks:
+        raise ValueError(f"{ids.shape[1]} tokens do not divide by {ranks} ranks of tp")
+    if mask is not None and not (mask.dim() == 2 and mask.all()):
+        raise ValueError("attention_mask: padding on the right needs none, and label -100")
+    if positions is None:
+        positions = torch.arange(ids.shape[1], device=ids.device)[None]
+    elif (positions.diff() != 1).any():
+        raise ValueError("position_ids that jump: not where each rank has its own tokens")
+    if base.config._attn_implementation in ("eager", "flex_attention"):  # the mask is theirs
+        raise ValueError(f"{base.config._attn_implementation} attention: use sdpa")
+    return (), given | {"attention_mask": None, "position_ids": positions}
+
+
+def refuse_labels(model, args, kwargs):
+    """Raise ValueError, as a pre-hook, for labels."""
+    if has_labels(model, args, kwargs):
+        raise ValueError("labels: forward_backward of pretrain_2d.py takes them, or loss_of")
 
 
 # ---------------------------------------------------------------- the technique: step and loop
@@ -185,12 +222,8 @@ def loss_of(model, batch, mesh):
     no other token sees it. Run it within `loss_parallel`, and its backward, too.
     """
     ids, labels = batch
-    if ids.shape[1] % mesh["tp"].size():
-        raise ValueError(f"{ids.shape[1]} tokens do not divide by {mesh['tp'].size()} ranks of tp")
     count = all_reduce((labels[:, 1:] != -100).sum(), mesh["dp"].get_group())
-    # Hugging Face would count positions by the embeddings, and a rank has only its tokens' here.
-    positions = torch.arange(ids.shape[1], device=ids.device)[None]
-    logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+    logits = model(input_ids=ids, use_cache=False).logits
     return split_loss(logits, labels, model.config.vocab_size, num_items_in_batch=count), count
 
 

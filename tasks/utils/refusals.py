@@ -5,7 +5,6 @@ Shapes as in `utils/__init__.py`.
 
 import inspect
 import sys
-import weakref
 from collections.abc import Iterator
 from functools import wraps
 
@@ -16,15 +15,13 @@ from torch.distributed.tensor import DTensor
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from utils.llama import HEAD_NORMS
-from utils.shards import is_slice
+from utils.shards import SLICES, is_slice
 
 # What techniques know of a model: its parts, by their names.
 OF_MODEL = {"embed_tokens", "layers", "norm", "rotary_emb"}
 OF_LAYER = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
 OF_ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 OF_MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
-
-MODELS_OF_SLICES = weakref.WeakSet()
 
 
 def check_ordinary(model):
@@ -122,36 +119,22 @@ def refuse_shared_batches(given):
                 )
 
 
-def refuse_norms_of_slices(model):
-    """Let PyTorch's functions for the norm of gradients, from now on, refuse this model's slices.
+def refuse_norms_of_slices():
+    """Let PyTorch's norm of gradients refuse slices from now on, and so its clipping, too.
 
     Each rank would clip by the norm of its own slices, and the ranks would drift apart.
     """
-    MODELS_OF_SLICES.add(model)
-    check_first(nn.utils, "clip_grad_norm_", refuse_to_clip_slices)
-    if hasattr(nn.utils, "get_total_norm"):  # from PyTorch 2.6 on
-        check_first(nn.utils, "get_total_norm", refuse_total_norm)
-
-
-def refuse_to_clip_slices(given):
-    """Raise ValueError for slices. given: the arguments of PyTorch's `clip_grad_norm_`."""
-    parameters = given["parameters"]
-    if any(map(is_slice, [parameters] if torch.is_tensor(parameters) else parameters)):
-        raise ValueError(
-            "clip_grad_norm_: each rank has slices only; utils.full_model.clip_grad_norm_("
-            "model, max_norm) clips by the full model's norm"
-        )
+    check_first(nn.utils, "get_total_norm", refuse_total_norm)  # which clip_grad_norm_ calls, too
 
 
 def refuse_total_norm(given):
     """Raise ValueError for gradients of slices. given: the arguments of `get_total_norm`."""
     tensors = given["tensors"]
     known = {id(tensor) for tensor in ([tensors] if torch.is_tensor(tensors) else tensors)}
-    parameters = [p for model in MODELS_OF_SLICES for p in model.parameters() if is_slice(p)]
-    if any(id(p) in known or (p.grad is not None and id(p.grad) in known) for p in parameters):
+    if any(id(p.grad) in known for p in SLICES.values() if p.grad is not None and is_slice(p)):
         raise ValueError(
-            "get_total_norm: each rank has slices only; utils.full_model.grad_norm(model) is the "
-            "full model's norm"
+            "get_total_norm, clip_grad_norm_: each rank has slices only; utils.full_model has "
+            "grad_norm(model) and clip_grad_norm_(model, max_norm), of the full model's norm"
         )
 
 

@@ -15,6 +15,8 @@ from torch.distributed.tensor import DTensor, Shard
 from utils.collectives import copy_to_region
 from utils.llama import HEAD_NORMS, check_ids, getter, guard, mixed_in
 
+SLICES = weakref.WeakValueDictionary()  # {id: parameter} of all that `mark_shard` has marked
+
 
 def keep_shard(layer, dim, start, stop):
     """Replace `layer`'s weight by its slice [start, stop) along `dim`, in place.
@@ -51,6 +53,7 @@ def mark_shard(parameter, region, full_shape):
     def copied(memo):
         return mark_shard(nn.Parameter.__deepcopy__(itself(), memo), region, full_shape)
 
+    SLICES[id(parameter)] = parameter
     parameter.shard, parameter.ds_shape = region, full_shape
     parameter.__deepcopy__ = copied
     return parameter
@@ -159,7 +162,7 @@ def refuse_if_split(model):
     guard(model, check_slices)
     for module in model.modules():
         module.register_state_dict_pre_hook(refuse_state_dict)
-    refuse_norms_of_slices(model)
+    refuse_norms_of_slices()
     refuse_scaled_slices()
 
     def save_pretrained(*_, **__):

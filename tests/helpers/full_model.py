@@ -76,9 +76,8 @@ def step(model, ids, **kwargs):
 
 def evaluate(model, ids):
     """A forward alone, behind which FSDP2's root unit is whole."""
-    positions = torch.arange(ids.shape[1])[None]
     with torch.no_grad():
-        model(input_ids=ids, position_ids=positions, use_cache=False)
+        model(input_ids=ids, use_cache=False)
 
 
 def summed(step, mesh):
@@ -462,11 +461,11 @@ def lost(folder):
         refused(partial(model, input_ids=IDS, labels=IDS), "a loss_function of your own")
         model(input_ids=IDS)
 
-    model = tensor_parallelize(ordinary(), mesh)
+    model = copy.deepcopy(tensor_parallelize(ordinary(), mesh))
     step(model, IDS)
     grads = [parameter.grad for parameter in model.parameters()]
-    refused(partial(imported_before, model.parameters(), 1.0), "utils.full_model.clip_grad_norm_")
-    refused(partial(torch.nn.utils.get_total_norm, grads), "utils.full_model.grad_norm")
+    refused(partial(imported_before, model.parameters(), 1.0), "get_total_norm")
+    refused(partial(torch.nn.utils.get_total_norm, grads), "get_total_norm")
     torch.nn.utils.get_total_norm([torch.ones(2)])
     imported_before([torch.ones(2, requires_grad=True)], 1.0)
 
@@ -484,6 +483,28 @@ def lost(folder):
     assert not (folder / "none").exists()
 
 
+def of_tokens(folder):
+    """What pretraining's plan takes, where a rank has its own tokens, and what it refuses."""
+    mesh = init_device_mesh("cpu", (1, P), mesh_dim_names=("dp", "tp"))
+    model, whole = parallelize_2d(ordinary(), mesh), ordinary()
+    ids, one = IDS[:, : 2 * P], torch.ones(2, 2 * P, dtype=torch.int64)
+    for some, more in (ids, {}), (ids[:, :P], {}), (ids, {"attention_mask": one[: len(ids)]}):
+        expected = whole(some, use_cache=False).logits
+        close(model(some, **more).logits.full_tensor(), expected, f"logits of {list(some.shape)}")
+    positions = torch.arange(2 * P)[None]
+    close(model(ids, None, positions).logits.full_tensor(), whole(ids).logits, "positions given")
+    padded = torch.ones_like(ids).index_fill(1, torch.tensor([0]), 0)
+    refused(partial(model, ids, attention_mask=padded), "attention_mask: ")
+    refused(partial(model, ids, attention_mask=torch.ones(1, 1, 4, 4)), "attention_mask: ")
+    refused(partial(model, ids, position_ids=positions % 3), "position_ids that jump")
+    refused(partial(model, ids[:, :-1]), "do not divide by")
+    refused(partial(model, ids, labels=ids), "labels: forward_backward")
+    embedded = whole.model.embed_tokens(ids)
+    refused(partial(model, inputs_embeds=embedded), "inputs_embeds: not where")
+    model.config._attn_implementation = "eager"
+    refused(partial(model, ids), "eager attention")
+
+
 def wrong_use(folder):
     """What would be silently wrong on slices is an error."""
     mesh = init_device_mesh("cpu", (P,), mesh_dim_names=("tp",))
@@ -496,7 +517,7 @@ def wrong_use(folder):
         model.model.norm.weight.grad[0] = math.nan
     assert math.isnan(grad_norm(model).item())
     clip = partial(torch.nn.utils.clip_grad_norm_, model.parameters(), 1.0)
-    refused(clip, "utils.full_model.clip_grad_norm_")
+    refused(clip, "get_total_norm")
     for part in model.model, model.lm_head:
         refused(part.state_dict, "full_state_dict")
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -574,7 +595,7 @@ if __name__ == "__main__":
     torch.manual_seed(0)
     IDS = torch.randint(2, 140, (12, 12))
     every = techniques(P)
-    if what in ("wrong_use", "lost", "functions"):
+    if what in ("wrong_use", "lost", "of_tokens", "functions"):
         every, only = {}, []
         globals()[what](FOLDER)
     for name in only or every:
