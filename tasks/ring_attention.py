@@ -41,6 +41,7 @@ from utils.point_to_point import exchange
 from utils.sequence import (
     MaskInfo,
     SequenceParallelLlama,
+    as_attention_takes,
     check_window,
     convert_attention,
     heads_of,
@@ -396,7 +397,8 @@ def attend_in_ring(
     check_window(sliding_window, info.length)
     mask = None if info.sees_all else attention_mask
     how = module.get_group(), info.length, module.zigzag, mask
-    return ring_attention(query, key, value, *how).transpose(1, 2), None
+    qkv = as_attention_takes(query, key, value)
+    return ring_attention(*qkv, *how).transpose(1, 2), None
 
 
 class RingLlama(SequenceParallelLlama):

@@ -39,6 +39,7 @@ from utils.partition import shard_heads, shard_range
 from utils.sequence import (
     MaskInfo,
     SequenceParallelLlama,
+    as_attention_takes,
     check_window,
     convert_attention,
     seq_len,
@@ -119,7 +120,8 @@ def attend_to_all_tokens(module, query, key, value, attention_mask, sliding_wind
     else:
         attend = partial(by_hf, attention_mask=mask.full())
     group, heads = module.get_group(), module.heads
-    output = ulysses_attention(query, key, value, group, attend, mask.length, heads)
+    qkv = as_attention_takes(query, key, value)
+    output = ulysses_attention(*qkv, group, attend, mask.length, heads)
     return output.transpose(1, 2), None
 
 

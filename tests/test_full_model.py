@@ -190,7 +190,7 @@ BUGS = {
         "not refused: full_state_dict",
     ),
     "slices that FSDP2 has split pass for tensors": (
-        "lost", 2, "shards.py", 'if not hasattr(getattr(module, name), "shard"):', "if False:",
+        "lost", 2, "refusals.py", 'if not hasattr(getattr(module, name), "shard"):', "if False:",
         "not refused: model.embed_tokens.weight was",
     ),
     "clipping that was imported before clips slices": (

@@ -20,14 +20,14 @@ TECHNIQUES = {
     "shard_loss": ("ulysses_finetune", 1600),  # with Task 4's
     "generate": ("kv_cache", LINES),
     "ring_parallelize": ("ring_attention", 1600),  # twice: simplest form, and whole
-    "parallelize_tp_sp": ("tp_ulysses", 1800),  # Tasks 2 and 4
+    "parallelize_tp_sp": ("tp_ulysses", 1850),  # Tasks 2 and 4
     "Pipeline": ("pipeline_llama", 1200),
     "Pipe": ("pipeline_threads", LINES),
     "average_gradients": ("data_parallel", 1100),  # with the course's samples, and an epoch
     "partition_dataset": ("data_parallel", 1100),
     "split_loss_alone": ("tp_training", 1300),  # Task 2's
-    "parallelize_2d": ("pretrain_2d", 1500),  # Task 3's
-    "sequence_loss": ("memory.long_sequence", 2650),  # Task 4's, the ring's, and its own 800
+    "parallelize_2d": ("pretrain_2d", 1550),  # Task 3's
+    "sequence_loss": ("memory.long_sequence", 2700),  # Task 4's, the ring's, and its own 800
     "SavedOutputs": ("memory.saved_outputs", 1800),
     "sum_gradients": ("utils.replicas", LINES),
     "save_pretrained": ("utils.full_model", 1100),

@@ -129,7 +129,7 @@ CHOICES = {
     ((9, 0), BF16, 64, 256, 128, False, False): "cudnn",
     ((9, 0), BF16, 64, 256, 192, False, False): "flash",  # keys that end within a tile
     ((9, 0), BF16, 64, 192, 128, False, False): "flash",
-    ((9, 0), BF16, 64, 256, 128, True, False): "flash",
+    ((9, 0), BF16, 64, 256, 128, True, False): "efficient",  # flash counts from the last key
     ((9, 0), BF16, 64, 1, 128, False, False): "flash",  # a token that is decoded
     ((9, 0), BF16, 64, 127, 127, True, False): "flash",
     ((9, 0), BF16, 136, 512, 512, True, False): "flash",

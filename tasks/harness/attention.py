@@ -33,7 +33,8 @@ def sdpa(before, module, query, key, value, attention_mask, *args, is_causal=Non
     """Call Hugging Face's attention, `before`, with its own arguments; choose the kernel here."""
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     attend = partial(before, module, query, key, value, attention_mask, *args, **kwargs)
-    if kwargs.get("dropout") or not cudnn_is_right(query, key, causal, attention_mask):
+    plain = not kwargs.get("dropout") and kwargs.get("position_bias") is None
+    if not plain or not cudnn_is_right(query, key, causal, attention_mask):
         return attend(is_causal=is_causal)
     with sdpa_kernel(WITH_CUDNN, set_priority=True):
         return attend(is_causal=is_causal)

@@ -8,7 +8,7 @@ from ulysses_forward import to_heads, to_tokens
 from utils.collectives import gather_shares, group_of_axis, subgroup
 from utils.llama import getter
 from utils.partition import shard_range
-from utils.sequence import MaskInfo, convert_attention, share_heads
+from utils.sequence import MaskInfo, as_attention_takes, convert_attention, share_heads
 
 
 def usp_attention(module, query, key, value, attention_mask, **kwargs):
@@ -19,7 +19,7 @@ def usp_attention(module, query, key, value, attention_mask, **kwargs):
     length, ring = MaskInfo.from_tensor(attention_mask).length, module.get_group()
     first, stop = shard_range(length, ring.size(), ring.rank())
     share = module.get_ulysses_group(), module.heads, stop - first
-    query, key, value = to_heads(query, key, value, *share)
+    query, key, value = to_heads(*as_attention_takes(query, key, value), *share)
     output, _ = attend_in_ring(module, query, key, value, attention_mask, **kwargs)
     return to_tokens(output, *share), None
 

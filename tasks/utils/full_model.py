@@ -22,16 +22,18 @@ from transformers.utils.hub import convert_file_size_to_int
 from utils.collectives import all_gather
 from utils.gradients import local_part
 from utils.settings import settings_of
-from utils.shards import check_slices, full_shape_of, shard_of
+from utils.shards import full_shape_of, shard_of
 
 
 def parameters_of(model):
     """Return {name: parameter}, by the names that the model has without torch.compile's wrappers.
 
     Makes FSDP2's parameters slices again: after a forward without a backward, its root's are whole.
-    Raises ValueError for slices that have lost their region, see `check_slices`.
+    Raises ValueError as `refuse_lost_slices` does.
     """
-    check_slices(model)
+    from utils.refusals import refuse_lost_slices
+
+    refuse_lost_slices(model)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -236,8 +238,9 @@ def save_pretrained(model, folder, max_shard_size="5GB", group=None):
     names at the end, when all are complete; settings are overwritten in place just before. If
     weights cannot be written, all earlier files are still there, and all ranks raise OSError.
 
-    Of a PEFT model only the adapter is written, by PEFT; on a split model an adapter is a
-    ValueError. Raises ValueError as `describe` does, too.
+    Of a PEFT model only the adapter is written, by PEFT: virtual tokens of any model, other
+    adapters of a model whose weights are whole. Raises ValueError for others, and as `describe`
+    does.
     """
     model = getattr(model, "_orig_mod", model)  # of torch.compile(model)
     is_adapter = hasattr(model, "peft_config")

@@ -31,10 +31,11 @@ def kernel_of(q, k, causal=True, bias=None):
                 any                 D % 8       anything                    plain
                 bfloat16            any         anything, GPUs before 8.0   plain
                 bfloat16            D <= 128    see `cudnn_is_right`        cudnn
-                bfloat16, float16   D <= 256    no bias, GPUs from 8.0 on   flash
+                bfloat16, float16   D <= 256    no bias; GPUs from 8.0 on   flash
                 others                                                      efficient
 
-    (8.0: the GPU's compute capability.)
+    (8.0: the GPU's compute capability. Causal over more or fewer keys than queries, flash would
+    count the tokens from the end: "efficient" takes that.)
     """
     if q.device.type == "cpu":
         return "cpu"
@@ -46,7 +47,8 @@ def kernel_of(q, k, causal=True, bias=None):
     if cudnn_is_right(q, k, causal, bias):
         return "cudnn"
     half = q.dtype.itemsize == 2 and bias is None and q.shape[-1] <= 256
-    return "flash" if half and new else "efficient"
+    from_start = not causal or q.shape[2] == k.shape[2]
+    return "flash" if half and new and from_start else "efficient"
 
 
 def cudnn_is_right(q, k, causal=True, bias=None):

@@ -58,6 +58,30 @@ def check_parts(name, module, parts, more=frozenset()):
         raise ValueError(f"not built as a LlamaForCausalLM: {name} {' and '.join(said)}")
 
 
+def check_slices(model):
+    """Raise ValueError for PEFT's adapters, none of which is right here, and for lost slices."""
+    if "peft" in sys.modules:  # else there is no adapter
+        from utils.adapters import refuse_adapters
+
+        refuse_adapters(model)
+    refuse_lost_slices(model)
+
+
+def refuse_lost_slices(model):
+    """Raise ValueError if a slice was replaced by a parameter that does not know its region.
+
+    FSDP2's `fully_shard` does so, and `load_state_dict(assign=True)`. A rank's slice would count as
+    the full tensor from then on.
+    """
+    for place, module in model.named_modules():
+        for name in getattr(module, "slices", ()):
+            if not hasattr(getattr(module, name), "shard"):
+                raise ValueError(
+                    f"{place}.{name} was a slice, and has been replaced (by fully_shard?): "
+                    "parallelize_2d of pretrain_2d.py splits over two axes"
+                )
+
+
 def refuse_own_loss(model, expected=ForCausalLMLoss):
     """Raise ValueError if a model's `loss_function` is another than the one that is replaced."""
     if model.loss_function != expected:
@@ -65,6 +89,25 @@ def refuse_own_loss(model, expected=ForCausalLMLoss):
             "a loss_function of your own would not be called, or get a part of the logits: compute "
             "the loss from the logits, which come out full without labels"
         )
+
+
+def refuse_arguments(model, attention_mask, cache, labels, others):
+    """Raise ValueError for what a forward of a `SequenceParallelLlama` does not take.
+
+    others: its other keyword arguments, out of which known names are taken.
+    """
+    for name in "logits_to_keep", "num_logits_to_keep", "output_attentions", "shift_labels":
+        if torch.is_tensor(value := others.pop(name, None)) or value:
+            raise ValueError(f"{name}: not under sequence parallelism")
+    if others.pop("ignore_index", None) not in (None, -100):
+        raise ValueError("ignore_index: only -100 under sequence parallelism")
+    if cache is not None or others.pop("past_key_values", None) is not None:
+        # One thing: transformers calls it `cache` from 5.24 on.
+        raise ValueError("cache, past_key_values: no KV cache under sequence parallelism")
+    if attention_mask is not None and attention_mask.dim() != 2:
+        raise ValueError("attention_mask must be (B, S)")
+    if labels is not None:
+        refuse_own_loss(model, model.replaced_loss)
 
 
 def refuse_dropout(model):

@@ -91,18 +91,19 @@ def seq_len(tokens, group, length=None):
     return length
 
 
+def as_attention_takes(*tensors):
+    """Return query, key and value in autocast's dtype, if it is on; RoPE made them float32."""
+    kind = tensors[0].device.type
+    if torch.is_autocast_enabled(kind) and tensors[0].dtype != torch.float64:
+        return [tensor.to(torch.get_autocast_dtype(kind)) for tensor in tensors]
+    return tensors
+
+
 def check_window(window, length):
     """Raise UserError for a sequence longer than a sliding window: some tokens do not see all."""
     if window is not None and length > window:
         raise UserError(f"sliding_window {window}: sequences of {length} tokens are longer, which "
                         "sequence parallelism does not take")  # fmt: skip
-
-
-def refuse(arguments, *names):
-    """Take `names` out of a forward's keyword arguments; raise ValueError if one is given."""
-    for name in names:
-        if torch.is_tensor(value := arguments.pop(name, None)) or value:
-            raise ValueError(f"{name}: not under sequence parallelism")
 
 
 def documents_of(position_ids):
@@ -192,24 +193,15 @@ class SequenceParallelLlama:
         a rank keeps the gradient of its own tokens' part, so nothing is counted P times. Hidden
         states that are asked for are those of this rank's tokens.
 
-        Raises ValueError for what depends on more than a rank's tokens: some arguments, and some of
-        PEFT's adapters (`check_by_token`).
+        Raises ValueError as `refuse_arguments` and `check_by_token` do.
         """
-        refuse(kwargs, "logits_to_keep", "num_logits_to_keep", "output_attentions", "shift_labels")
-        if kwargs.pop("ignore_index", None) not in (None, -100):
-            raise ValueError("ignore_index: only -100 under sequence parallelism")
-        if cache is not None or kwargs.pop("past_key_values", None) is not None:
-            # One thing: transformers calls it `cache` from 5.24 on.
-            raise ValueError("cache, past_key_values: no KV cache under sequence parallelism")
-        if attention_mask is not None and attention_mask.dim() != 2:
-            raise ValueError("attention_mask must be (B, S)")
+        from utils.refusals import refuse_arguments
+
+        refuse_arguments(self, attention_mask, cache, labels, kwargs)
         ids = input_ids if inputs_embeds is None else inputs_embeds
         if inputs_embeds is None:
             check_ids(ids, self.config.vocab_size)  # on all ranks, so that all raise
         if labels is not None:
-            from utils.refusals import refuse_own_loss
-
-            refuse_own_loss(self, self.replaced_loss)
             targets = next_tokens(labels, ids.shape[:2], self.config.vocab_size)
         S = ids.shape[1]
         length = self.padded(S)

@@ -5,7 +5,6 @@ Shapes as in `utils/__init__.py`.
 """
 
 import inspect
-import sys
 import weakref
 
 import torch.nn.functional as F
@@ -154,7 +153,12 @@ def refuse_if_split(model):
     refused now, later adapters at the next forward, as are slices that `fully_shard` has split
     again. Raises ValueError as `check_unsplit` and `check_slices` do.
     """
-    from utils.refusals import refuse_norms_of_slices, refuse_own_loss, refuse_scaled_slices
+    from utils.refusals import (
+        check_slices,
+        refuse_norms_of_slices,
+        refuse_own_loss,
+        refuse_scaled_slices,
+    )
 
     check_unsplit(model)
     refuse_own_loss(model)
@@ -185,25 +189,6 @@ def check_unsplit(model):
     from utils.refusals import check_ordinary
 
     check_ordinary(model)
-
-
-def check_slices(model):
-    """Raise ValueError for PEFT's adapters, none of which is right on slices, and for lost slices.
-
-    What replaces a slice by another parameter loses its region: FSDP2's `fully_shard` does, and
-    `load_state_dict(assign=True)`. A rank's slice would count as the full tensor from then on.
-    """
-    if "peft" in sys.modules:  # else there is no adapter
-        from utils.adapters import refuse_adapters
-
-        refuse_adapters(model)
-    for place, module in model.named_modules():
-        for name in getattr(module, "slices", ()):
-            if not hasattr(getattr(module, name), "shard"):
-                raise ValueError(
-                    f"{place}.{name} was a slice, and has been replaced (by fully_shard?): "
-                    "parallelize_2d of pretrain_2d.py splits over two axes"
-                )
 
 
 def refuse_state_dict(model, prefix, keep_vars):
