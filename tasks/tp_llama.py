@@ -243,20 +243,21 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         here = (targets >= first) & (targets < stop)
         column = (targets - first).clamp(0, stop - first - 1)
         target = logits.gather(1, column[:, None])[:, 0].masked_fill(~here, 0).to(wide)
-        largest = logits.amax(1).to(wide).clamp(min=lowest)
-        total = logits.to(wide, copy=True).sub_(largest[:, None]).exp_().sum(1)
-        everyone = all_gather(torch.stack([largest, total, target]), group)  # (P, 3, T)
-        largest = everyone[:, 0].amax(0)
-        total = (everyone[:, 1] * (everyone[:, 0] - largest).exp()).sum(0).log()
-        ctx.save_for_backward(logits, largest, total, here, column)
-        return total - (everyone[:, 2].sum(0) - largest)
+        own_largest = logits.amax(1).to(wide).clamp(min=lowest)
+        own_sum = logits.to(wide, copy=True).sub_(own_largest[:, None]).exp_().sum(1)
+        everyone = all_gather(torch.stack([own_largest, own_sum, target]), group)  # (P, 3, T)
+        largests, sums, targets_logits = everyone.unbind(1)
+        largest = largests.amax(0)
+        log_sum = (sums * (largests - largest).exp()).sum(0).log()
+        ctx.save_for_backward(logits, largest, log_sum, here, column)
+        return log_sum - (targets_logits.sum(0) - largest)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        logits, largest, total, here, column = ctx.saved_tensors
-        dlogits = logits.to(total.dtype, copy=True).sub_(largest[:, None])
-        dlogits.sub_(total[:, None]).exp_()  # softmax
+        logits, largest, log_sum, here, column = ctx.saved_tensors
+        dlogits = logits.to(log_sum.dtype, copy=True).sub_(largest[:, None])
+        dlogits.sub_(log_sum[:, None]).exp_()  # softmax
         dlogits[torch.arange(len(column), device=column.device), column] -= here.to(dlogits.dtype)
         return dlogits.mul_(grad[:, None]).to(logits.dtype), None, None, None
 

@@ -39,7 +39,7 @@ from utils.collectives import (
     group_of_axis,
 )
 from utils.errors import UserError
-from utils.partition import shard_heads, shard_range, sides_of
+from utils.partition import shard_heads, shard_range
 from utils.shards import ReplicatedKVLinear
 
 # ---------------------------------------------------------------- the technique
@@ -185,7 +185,7 @@ def show(run, args):
     """Run all checks of the model, its text, bytes, time and memory."""
     config = run.source.config
     tp = args.tp or (None if args.sp else default_tp(config, run.world_size, args.sequence))
-    sp, tp = sides_of(run.world_size, "sp", "tp", args.sp, tp)
+    sp, tp = harness.sides_of(run.world_size, "sp", "tp", args.sp, tp)
     nothing = "; --megatron-sp: nothing to split along tp" * (args.megatron_sp and tp == 1)
     run.print0(f"mesh: sp={sp} x tp={tp}{nothing}")
     mesh, u = run.mesh_2d("sp", "tp", tp), 1

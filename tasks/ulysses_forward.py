@@ -10,6 +10,11 @@ shares of the tokens into shares of the heads and back:
             -> causal attention -> (B, S, N/P, D)
             -> all-to-all -> (B, S/P, N, D) -> o_proj -> + -> norm -> MLP -> +
     -> norm -> LM head -> logits of this rank's tokens (B, S/P, V)
+    -> sum of these tokens' losses -> g, the sum over ranks -> / number of all ranks' labels
+
+A token's label is the next token, which may be on another rank: labels are shifted before they are
+split. A rank may have fewer valid labels than others, or none; so the loss is the sum of all ranks'
+losses, divided by the number of all ranks' labels, and not a mean of the ranks' means.
 
 No rank computes hidden states of the full sequence. The backward is the same the other
 way round. Each rank uses the weights for its own tokens, so the ranks' gradients are parts of a

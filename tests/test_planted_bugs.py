@@ -222,15 +222,14 @@ BUGS = {
     ),
     "sum of exponentials of this rank alone": (
         "tp_llama", 2, "tp_llama.py",
-        "total = (everyone[:, 1] * (everyone[:, 0] - largest).exp()).sum(0).log()",
-        "total = total.log()", "loss",
+        "log_sum = (sums * (largests - largest).exp()).sum(0).log()", "log_sum = own_sum.log()",
+        "loss",
     ),
     "sums of exponentials that are not scaled to one largest": (
-        "tp_llama", 2, "tp_llama.py", "(everyone[:, 1] * (everyone[:, 0] - largest).exp())",
-        "everyone[:, 1]", "loss",
+        "tp_llama", 2, "tp_llama.py", "(sums * (largests - largest).exp())", "sums", "loss",
     ),
     "target's logit of this rank alone": (
-        "tp_llama", 2, "tp_llama.py", "everyone[:, 2].sum(0)", "target", "loss",
+        "tp_llama", 2, "tp_llama.py", "targets_logits.sum(0)", "target", "loss",
     ),
     "cross-entropy's gradient without the target": (
         "tp_llama", 2, "tp_llama.py", "column] -= here.to(dlogits.dtype)", "column] -= 0",

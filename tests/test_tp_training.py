@@ -87,8 +87,8 @@ def test_trace_that_cannot_be_written(tmp_path):
 
 def test_full_logits_where_they_are_to_be_split(odd_llama, tmp_path):
     """The loss of a step is compared in --profile, too."""
-    right = "return total - (everyone[:, 2].sum(0) - largest)"
-    plant(tmp_path, "tp_llama.py", right, "return total - (target - largest)")
+    right = "return log_sum - (targets_logits.sum(0) - largest)"
+    plant(tmp_path, "tp_llama.py", right, "return log_sum - (target - largest)")
     args = ["--profile", "--model", odd_llama, "--seq-len", 30]
     refused(tmp_path, "tp_training", 2, args, "^TP . loss parallel: loss")
 

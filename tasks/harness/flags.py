@@ -13,6 +13,7 @@ from harness.environment import env_rank, fail
 from harness.measure import REPEATS_HELP
 from loading.architectures import ONLY_LLAMA, one_of
 from loading.presets import GPT2_PRESETS, PRESETS
+from utils.errors import UserError
 from utils.families import GPT2
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -176,3 +177,16 @@ def add_model_flags(parser):
     add("--new-tokens", type=positive, default=10, help="tokens to continue it by; default 10")
     add("--repeats", type=natural, help=REPEATS_HELP)
     return add_compile_flag(parser)
+
+
+def sides_of(P, outer, inner, rows=None, columns=None):
+    """Return (rows, columns) of P ranks as a mesh of axes `outer`, `inner`; None: to be chosen.
+
+    Raises UserError where their product is not P.
+    """
+    columns = columns or (max(1, P // rows) if rows else 2 - P % 2)
+    rows = rows or max(1, P // columns)
+    if rows * columns != P:
+        raise UserError(f"--{outer} {rows} times --{inner} {columns} is not {P}, the number of "
+                        "ranks")  # fmt: skip
+    return rows, columns

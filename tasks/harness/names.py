@@ -3,7 +3,8 @@
 ROOMS = {
     # Start and end a job.
     "job": "brief start",
-    "flags": "Workload add_compile_flag add_model_flags gib make_parser natural positive rate",
+    "flags": "Workload add_compile_flag add_model_flags gib make_parser natural positive rate"
+    " sides_of",
     "environment": "check_writable fail read_environment",
     "processes": "ADDRESS PORT ended_together environment_of open_store variables wait_for_all",
     "watchdog": "catch_signals",

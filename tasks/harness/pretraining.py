@@ -17,6 +17,7 @@ from tqdm import tqdm
 from transformers import LlamaForCausalLM
 
 from checkpoints.checkpoint import fingerprint_of_config, swap
+from harness.flags import sides_of
 from harness.float64 import compute_in_float64
 from harness.measure import peak_memory_of_process
 from harness.model_checks import error_of_mean, number_of_parameters, plain_loss
@@ -25,7 +26,6 @@ from harness.wider import WIDER, wider_copy
 from loading.documents import bigram_loss
 from utils.errors import UserError
 from utils.losses import mean_loss, token_losses
-from utils.partition import sides_of
 
 STEPS, STEPS_OF_LARGE = 10, 2  # steps that are compared, at most; fewer of a large model
 LARGE = 150e6  # parameters; beyond, ten steps of the reference take longer than all else

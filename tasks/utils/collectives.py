@@ -1,6 +1,9 @@
 """Collectives: f, g and gathered shares, each an autograd function with a table of its forward
 and backward; what these are built of; and subgroups.
 
+(The backward of `torch.distributed.nn`'s all-reduce sums the gradient over the ranks, as if each
+rank had a loss of its own. Here all ranks compute one loss: it would be counted P times.)
+
 Shapes as in `utils/__init__.py`.
 """
 
@@ -23,71 +26,6 @@ SHARED_MEMORY = "shared_memory"  # the name of the backend in the package of thi
 # `all_reduce_`. Set it to False, on all ranks, to have the library's own sums.
 PRECISE = True
 FEW_BYTES = 2**16  # by gloo: up to here a sum in one step is quicker than a sum in two steps
-
-
-def group_of_axis(mesh):
-    """Return the process group of a DeviceMesh of one axis; raise ValueError for several axes."""
-    if mesh.ndim != 1:
-        raise ValueError(f"a mesh of {mesh.ndim} axes, {mesh.mesh_dim_names}: give one of them, as "
-                         "in mesh[name]")  # fmt: skip
-    return mesh.get_group()
-
-
-@cache  # each group is a communicator, with memory of its own
-def subgroup(group, kind, start, stop, step=1):
-    """Return the process group of `group`'s ranks [start:stop:step].
-
-    All ranks of `group` call it together, each for its own subgroup, because NCCL may split the
-    communicator. kind: a name of the split, so that all ranks create a subgroup or all reuse one:
-    PyTorch names a group by how many groups its rank has made. The timeout is `group`'s.
-    """
-    members = dist.get_process_group_ranks(group)[start:stop:step]
-    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
-    timeout = group._get_backend(torch.device(device)).options._timeout
-    return dist.new_group(members, timeout=timeout, use_local_synchronization=True)
-
-
-def all_reduce(tensor, group):
-    """Sum over the ranks of `group`, out of place: autograd may still need the input.
-
-    With gloo, few bytes cost as much time as they take steps. Its all-reduce scatters the sum, and
-    then gathers it; an all-gather, after which each rank adds up for itself, takes half the steps.
-    """
-    by_gloo = tensor.device.type == "cpu" and dist.get_backend(group) == "gloo"
-    # (Within torch.compile, where a size may be a symbol, `nbytes` is an error.)
-    if by_gloo and tensor.numel() * tensor.element_size() <= FEW_BYTES:
-        return all_gather(tensor, group).sum(0)
-    total = tensor.clone(memory_format=torch.contiguous_format)
-    all_reduce_(total, group)
-    return total
-
-
-def all_reduce_(tensor, group):
-    """Sum over the ranks of `group`, in place. tensor: contiguous.
-
-    The all-reduces of gloo and NCCL add half-precision parts one by one, and round each time. (The
-    all-reduce of `shared_memory/group.py` does not.) Here, unless `PRECISE` is False, each rank is
-    sent all parts of its slice, adds them in float32, and rounds once. As in an all-reduce, there
-    are a scatter and a gather: no more bytes are sent, but it takes longer, see figures/speed.md.
-    """
-    P = group.size()
-    exact = tensor.dtype.itemsize > 2 or dist.get_backend(group) == SHARED_MEMORY
-    if exact or P <= 2 or not PRECISE:
-        dist.all_reduce(tensor, group=group)
-        return
-    flat = tensor.view(-1)
-    padded = F.pad(flat, (0, -len(flat) % P))
-    parts = torch.empty_like(padded)
-    dist.all_to_all_single(parts, padded, group=group)
-    local = parts.view(P, -1).sum(0, dtype=torch.float32).to(tensor.dtype)
-    flat.copy_(all_gather(local, group).view(-1)[: len(flat)])
-
-
-def all_gather(tensor, group):
-    """Gather every rank's tensor, all of one shape: (P, *shape), the same on `group`'s ranks."""
-    everyone = tensor.new_empty(group.size(), *tensor.shape)
-    all_gather_single(everyone, tensor[None].contiguous(), group=group)
-    return everyone
 
 
 class CopyToRegion(torch.autograd.Function):
@@ -159,3 +97,71 @@ class GatherShares(torch.autograd.Function):
 def gather_shares(x, dim, size, group):
     """All-gather a dim of `size`, on all ranks, from the shares that `shard_range` deals out."""
     return GatherShares.apply(x, dim, size, group)
+
+
+# ---------------------------------------------------------------- what these are built of
+
+
+def group_of_axis(mesh):
+    """Return the process group of a DeviceMesh of one axis; raise ValueError for several axes."""
+    if mesh.ndim != 1:
+        raise ValueError(f"a mesh of {mesh.ndim} axes, {mesh.mesh_dim_names}: give one of them, as "
+                         "in mesh[name]")  # fmt: skip
+    return mesh.get_group()
+
+
+@cache  # each group is a communicator, with memory of its own
+def subgroup(group, kind, start, stop, step=1):
+    """Return the process group of `group`'s ranks [start:stop:step].
+
+    All ranks of `group` call it together, each for its own subgroup, because NCCL may split the
+    communicator. kind: a name of the split, so that all ranks create a subgroup or all reuse one:
+    PyTorch names a group by how many groups its rank has made. The timeout is `group`'s.
+    """
+    members = dist.get_process_group_ranks(group)[start:stop:step]
+    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+    timeout = group._get_backend(torch.device(device)).options._timeout
+    return dist.new_group(members, timeout=timeout, use_local_synchronization=True)
+
+
+def all_reduce(tensor, group):
+    """Sum over the ranks of `group`, out of place: autograd may still need the input.
+
+    With gloo, few bytes cost as much time as they take steps. Its all-reduce scatters the sum, and
+    then gathers it; an all-gather, after which each rank adds up for itself, takes half the steps.
+    """
+    by_gloo = tensor.device.type == "cpu" and dist.get_backend(group) == "gloo"
+    # (Within torch.compile, where a size may be a symbol, `nbytes` is an error.)
+    if by_gloo and tensor.numel() * tensor.element_size() <= FEW_BYTES:
+        return all_gather(tensor, group).sum(0)
+    total = tensor.clone(memory_format=torch.contiguous_format)
+    all_reduce_(total, group)
+    return total
+
+
+def all_reduce_(tensor, group):
+    """Sum over the ranks of `group`, in place. tensor: contiguous.
+
+    The all-reduces of gloo and NCCL add half-precision parts one by one, and round each time. (The
+    all-reduce of `shared_memory/group.py` does not.) Here, unless `PRECISE` is False, each rank is
+    sent all parts of its slice, adds them in float32, and rounds once. As in an all-reduce, there
+    are a scatter and a gather: no more bytes are sent, but it takes longer, see figures/speed.md.
+    """
+    P = group.size()
+    exact = tensor.dtype.itemsize > 2 or dist.get_backend(group) == SHARED_MEMORY
+    if exact or P <= 2 or not PRECISE:
+        dist.all_reduce(tensor, group=group)
+        return
+    flat = tensor.view(-1)
+    padded = F.pad(flat, (0, -len(flat) % P))
+    parts = torch.empty_like(padded)
+    dist.all_to_all_single(parts, padded, group=group)
+    local = parts.view(P, -1).sum(0, dtype=torch.float32).to(tensor.dtype)
+    flat.copy_(all_gather(local, group).view(-1)[: len(flat)])
+
+
+def all_gather(tensor, group):
+    """Gather every rank's tensor, all of one shape: (P, *shape), the same on `group`'s ranks."""
+    everyone = tensor.new_empty(group.size(), *tensor.shape)
+    all_gather_single(everyone, tensor[None].contiguous(), group=group)
+    return everyone

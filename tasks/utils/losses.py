@@ -26,16 +26,16 @@ class CrossEntropy(torch.autograd.Function):
         wide = torch.promote_types(logits.dtype, torch.float32)
         lowest = torch.finfo(wide).min  # which can be subtracted from minus infinity
         largest = logits.amax(-1, keepdim=True).to(wide).clamp(min=lowest)
-        total = logits.to(wide, copy=True).sub_(largest).exp_().sum(-1, keepdim=True).log_()
-        ctx.save_for_backward(logits, targets, largest, total)
-        return (total - (logits.gather(-1, targets[..., None]) - largest))[..., 0]
+        log_sum = logits.to(wide, copy=True).sub_(largest).exp_().sum(-1, keepdim=True).log_()
+        ctx.save_for_backward(logits, targets, largest, log_sum)
+        return (log_sum - (logits.gather(-1, targets[..., None]) - largest))[..., 0]
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        logits, targets, largest, total = ctx.saved_tensors
-        dlogits = logits.to(total.dtype, copy=True).sub_(largest).sub_(total).exp_()  # softmax
-        dlogits.scatter_add_(-1, targets[..., None], -torch.ones_like(total))
+        logits, targets, largest, log_sum = ctx.saved_tensors
+        dlogits = logits.to(log_sum.dtype, copy=True).sub_(largest).sub_(log_sum).exp_()  # softmax
+        dlogits.scatter_add_(-1, targets[..., None], -torch.ones_like(log_sum))
         return dlogits.mul_(grad[..., None]).to(logits.dtype), None
 
 

@@ -1,4 +1,4 @@
-"""Who owns what, in numbers: shares of units and of heads, and the sides of a mesh."""
+"""Who owns what, in numbers: shares of units and of heads."""
 
 from utils.errors import UserError
 
@@ -31,16 +31,3 @@ def shard_heads(num_heads, num_kv_heads, ranks, rank):
             start, stop = group * group_size + start, group * group_size + stop
             return (start, stop), (group, group + 1), holders
     raise AssertionError(rank)
-
-
-def sides_of(P, outer, inner, rows=None, columns=None):
-    """Return (rows, columns) of P ranks as a mesh of axes `outer`, `inner`; None: to be chosen.
-
-    Raises UserError where their product is not P.
-    """
-    columns = columns or (max(1, P // rows) if rows else 2 - P % 2)
-    rows = rows or max(1, P // columns)
-    if rows * columns != P:
-        raise UserError(f"--{outer} {rows} times --{inner} {columns} is not {P}, the number of "
-                        "ranks")  # fmt: skip
-    return rows, columns
