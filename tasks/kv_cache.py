@@ -56,6 +56,14 @@ def generate(model, ids, mask, new_tokens, choose, cache=None):
     tokens (B, 1) and their embeddings (B, 1, H). cache: an empty DynamicCache or StaticCache;
     without a cache, each new token takes a forward of the whole sequence.
     """
+    for token in next_tokens(model, ids, mask, new_tokens, choose, cache):
+        ids = torch.cat([ids, token], dim=1)
+    return ids
+
+
+@torch.no_grad()
+def next_tokens(model, ids, mask, new_tokens, choose, cache=None):
+    """Yield the tokens (B, 1) of `generate`, one place after the other."""
     x = model.get_input_embeddings()(ids)
     for _ in range(new_tokens):
         positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -x.shape[1] :]
@@ -67,10 +75,9 @@ def generate(model, ids, mask, new_tokens, choose, cache=None):
             **{CACHE: cache},
         )
         token, row = choose(model, model.lm_head(output.last_hidden_state[:, -1:]))
-        ids = torch.cat([ids, token], dim=1)
+        yield token
         mask = F.pad(mask, (0, 1), value=1)
         x = torch.cat([x, row], dim=1) if cache is None else row
-    return ids
 
 
 class DecodingStep:
@@ -319,11 +326,19 @@ def key(name):
 
 
 def generation(model, ids, new_tokens, choose, threads):
-    """Generate with a cache, as a contender of `interleave`; without a model, do nothing."""
+    """Generate with a cache, as a contender of `interleave`; without a model, do nothing.
+
+    Its phases: the prompt, with the first token behind it, and all other tokens.
+    """
     with harness.num_threads(threads):
+        tokens = iter(())
         if model:
             mask = torch.ones_like(ids)
-            generate(model, ids, mask, new_tokens, choose, DynamicCache())
+            tokens = next_tokens(model, ids, mask, new_tokens, choose, DynamicCache())
+        next(tokens, None)
+        yield "prompt"
+        for _ in tokens:
+            pass
         yield "generate"
 
 
@@ -343,20 +358,24 @@ def replays(model, ids, new_tokens, choose, kv_heads):
 
 def say_times(run, seconds, new_tokens):
     """Print what each contender of `interleave` took to generate, beside the first."""
-    alone = next(iter(seconds.values()))["generate"]
+    alone = next(iter(seconds.values()))
     for name, phases in seconds.items():
-        times = phases["generate"]
-        median = statistics.median(times)
+        tokens, said = phases["generate"], ""
+        each = statistics.median(tokens) / (new_tokens - 1)
+        run.results[f"{key(name)}_tokens_s"] = tokens
+        if prompt := phases.get("prompt"):
+            of_prompt = harness.ratio(prompt, alone["prompt"])
+            said = f"; the prompt {statistics.median(prompt):.4f} s, {of_prompt}"
+            run.results[f"{key(name)}_prompt_s"] = prompt
         run.print0(
-            f"time {name}: {median:.4f} s, {new_tokens / median:.1f} tokens/s, "
-            f"median ratio {harness.ratio(times, alone)}"
+            f"time {name}: {1e3 * each:.2f} ms a token, {1 / each:.1f} tokens/s, "
+            f"median ratio {harness.ratio(tokens, alone['generate'])}{said}"
         )
-        run.results[f"{key(name)}_generate_s"] = times
 
 
 def measure(run, models, reference, prompt_len, new_tokens, repeats):
-    """Print tokens per second of cached generation after one prompt of `prompt_len` tokens."""
-    config = run.source.config
+    """Print what a prompt of `prompt_len` tokens takes, and then each token."""
+    config, new_tokens = run.source.config, max(2, new_tokens)
     length = min(prompt_len, config.max_position_embeddings - new_tokens)
     if length < prompt_len:
         run.print0(f"note: timed after {length} tokens, not {prompt_len}: the context ends there")
@@ -371,15 +390,15 @@ def measure(run, models, reference, prompt_len, new_tokens, repeats):
     if run.device.type == "cuda":
         model, choose = models["hand-made"]
         first, stop = local_kv_heads(run)
-        contenders["hand-made, a graph a token (the prompt not counted)"] = partial(
-            replays, model, ids, new_tokens, choose, stop - first
+        contenders["hand-made, a graph a token"] = partial(
+            replays, model, ids, new_tokens - 1, choose, stop - first
         )
     seconds = harness.interleave(run, contenders, repeats)
     say_times(run, seconds, new_tokens)
     alone = seconds["one rank"]["generate"]
     run.print0(
-        f"({new_tokens} tokens after {length}, {len(alone)} times, slowest rank; "
-        f"{threads} thread(s) a rank, {all_threads} for the one alone)"
+        f"({new_tokens} tokens after {length}, the first with the prompt, {len(alone)} times, "
+        f"slowest rank; {threads} thread(s) a rank, {all_threads} for the one alone)"
     )
     harness.say_if_short(run, alone)
 

@@ -74,7 +74,8 @@ def measure(run, args):
     def decode(name):
         yield from read_back(models[name] if in_files else None)
         prompt, choose = ids[:, :PROMPT], contenders[name].choose
-        yield from generation(models[name], prompt, args.new_tokens, choose, threads[name])
+        list(generation(models[name], prompt, args.new_tokens, choose, threads[name]))
+        yield "generate"
 
     expected, own_error = expect_loss(run, run.references(models["single"]), ids)
     for name, technique in techniques.items():
