@@ -73,8 +73,11 @@ def refuse_lost_slices(model):
     FSDP2's `fully_shard` does so, and `load_state_dict(assign=True)`. A rank's slice would count as
     the full tensor from then on.
     """
-    for place, module in model.named_modules():
-        for name in getattr(module, "slices", ()):
+    if not vars(model).get("of_slices"):  # else every token would walk through all modules
+        named = model.named_modules()
+        model.of_slices = [(place, part) for place, part in named if hasattr(part, "slices")]
+    for place, module in model.of_slices:
+        for name in module.slices:
             if not hasattr(getattr(module, name), "shard"):
                 raise ValueError(
                     f"{place}.{name} was a slice, and has been replaced (by fully_shard?): "
