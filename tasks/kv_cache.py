@@ -56,13 +56,13 @@ def generate(model, ids, mask, new_tokens, choose, cache=None):
     tokens (B, 1) and their embeddings (B, 1, H). cache: an empty DynamicCache or StaticCache;
     without a cache, each new token takes a forward of the whole sequence.
     """
-    for token in next_tokens(model, ids, mask, new_tokens, choose, cache):
+    for token in each_token(model, ids, mask, new_tokens, choose, cache):
         ids = torch.cat([ids, token], dim=1)
     return ids
 
 
 @torch.no_grad()
-def next_tokens(model, ids, mask, new_tokens, choose, cache=None):
+def each_token(model, ids, mask, new_tokens, choose, cache=None):
     """Yield the tokens (B, 1) of `generate`, one place after the other."""
     x = model.get_input_embeddings()(ids)
     for _ in range(new_tokens):
@@ -334,7 +334,7 @@ def generation(model, ids, new_tokens, choose, threads):
         tokens = iter(())
         if model:
             mask = torch.ones_like(ids)
-            tokens = next_tokens(model, ids, mask, new_tokens, choose, DynamicCache())
+            tokens = each_token(model, ids, mask, new_tokens, choose, DynamicCache())
         next(tokens, None)
         yield "prompt"
         for _ in tokens:
