@@ -36,7 +36,7 @@ import harness
 import loading
 from utils.collectives import all_gather
 from utils.errors import UserError
-from utils.llama import rope_of, window_of
+from utils.llama import BY_LENGTH, rope_of, window_of
 from utils.partition import shard_heads
 
 # What a forward calls its KV cache: `cache` from transformers 5.24 on.
@@ -156,7 +156,7 @@ def recorded(step):
     """
     on_cuda = step.ids.device.type == "cuda"
     by_nccl = not dist.is_initialized() or dist.get_backend() == "nccl"
-    by_length = rope_of(step.model.config).get("rope_type") in ("dynamic", "longrope")
+    by_length = rope_of(step.model.config).get("rope_type") in BY_LENGTH
     if not on_cuda or not by_nccl or by_length:
         return step
     graph = torch.cuda.CUDAGraph()

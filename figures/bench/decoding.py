@@ -49,7 +49,7 @@ def main():
     add = parser.add_argument
     names = [*TECHNIQUES, *BY_GLOO]
     add("--techniques", choices=names, nargs="+", default=names, help="default all")
-    add("--new-tokens", type=positive, default=32, help="tokens to generate; default 32")
+    add("--new-tokens", type=positive, default=32, help="tokens to generate, 2 or more; default 32")
     add("--prompt-len", type=positive, default=128, help="tokens before them; default 128")
     add("--repeats", type=positive, default=7, help="timed generations of each; default 7")
     start(parser.parse_args(), measure)
@@ -60,6 +60,8 @@ def measure(run, args):
     """Seconds of each contender, after a check of what it gives."""
     if dist.get_backend() != NAME:
         raise UserError(f"this is about shared memory, not {dist.get_backend()}: --device cpu")
+    if args.new_tokens < 2:
+        raise UserError("--new-tokens 1: it comes with the prompt, and none is left to time")
     run.results |= here_and_now(run.device.type, run.world_size)
     threads, reference = torch.get_num_threads(), run.load_reference()
     made, models = split(run, args.techniques)

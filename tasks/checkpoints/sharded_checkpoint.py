@@ -37,7 +37,7 @@ from checkpoints.checkpoint import (
 from utils.errors import UserError
 from utils.full_model import gather_objects, parameters_of, rank_in
 from utils.gradients import local_part
-from utils.llama import rope_of, window_of
+from utils.llama import BY_LENGTH, rope_of, window_of
 from utils.shards import full_shape_of, shard_of
 
 STATES = "exp_avg", "exp_avg_sq"  # Adam's
@@ -385,7 +385,7 @@ def function_of(config):
     names += "layer_types", "no_rope_layers"  # which layers have a window, and which RoPE
     found = {name: getattr(config, name, None) for name in names}
     found |= {"rope_theta": theta, "rope": rope, "sliding_window": window_of(config)}
-    if rope["rope_type"] in ("dynamic", "longrope", "yarn"):  # which compare it with the length
+    if rope["rope_type"] in (*BY_LENGTH, "yarn"):  # which compare it with the length
         found["max_position_embeddings"] = config.max_position_embeddings
     return json.loads(json.dumps(found))
 

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 HEAD_NORMS = {"q_norm", "k_norm"}  # Qwen3's norms of each head
+BY_LENGTH = "dynamic", "longrope"  # RoPE whose factors depend on the sequence's length
 
 
 def getter(group):

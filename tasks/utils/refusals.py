@@ -144,8 +144,9 @@ def check_first(owner, name, check):
 
     checked.check = check
     setattr(owner, name, checked)
-    for module in list(sys.modules.values()):
-        names = [key for key, value in vars(module).items() if value is original]
+    for module in list(sys.modules.values()) if inspect.ismodule(owner) else ():
+        of_module = getattr(module, "__dict__", {})  # an entry may be anything, such as None
+        names = [key for key, value in list(of_module.items()) if value is original]
         for key in names:
             setattr(module, key, checked)
 

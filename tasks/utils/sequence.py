@@ -14,6 +14,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from utils.collectives import gather_shares, reduce_from_region
 from utils.errors import UserError
 from utils.llama import (
+    BY_LENGTH,
     check_ids,
     getter,
     guard,
@@ -44,7 +45,7 @@ def convert_attention(model, kind, group, name, attend):
         refuse_own_loss(model)
     model.replaced_loss = model.loss_function
     config = model.config
-    if (of_rope := rope_of(config).get("rope_type")) in ("dynamic", "longrope"):
+    if (of_rope := rope_of(config).get("rope_type")) in BY_LENGTH:
         raise UserError(f"RoPE {of_rope} depends on the sequence's length, which no rank sees")
     model.before = config, model.generation_config
     config, model.generation_config = map(copy.deepcopy, model.before)
