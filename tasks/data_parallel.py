@@ -217,10 +217,10 @@ class DataParallelModel:
             self.model.reshard()  # else embedding and head stay whole until a backward
         return logits
 
-    def optimizer(self, parameters, kind=torch.optim.SGD, **settings):
+    def optimizer(self, parameters, optimizer_class=torch.optim.SGD, **settings):
         if self.strategy == "zero1":
-            return ZeroRedundancyOptimizer(parameters, kind, self.group, **settings)
-        return kind(parameters, **settings)
+            return ZeroRedundancyOptimizer(parameters, optimizer_class, self.group, **settings)
+        return optimizer_class(parameters, **settings)
 
 
 STRATEGIES = "by-hand", "ddp", "zero1", "fsdp2"
@@ -294,7 +294,7 @@ def spawn(world_size, args):
 
 
 def main():
-    parser = harness.make_parser(__doc__, kinds=loading.LLAMA_AND_GPT2)
+    parser = harness.make_parser(__doc__, model_types=loading.LLAMA_AND_GPT2)
     add = parser.add_argument
     add("--strategy", choices=["all", *STRATEGIES], help="default all; with --spawn by-hand")
     add("--batch-size", type=harness.positive, default=8, help="sequences, of all ranks; default 8")
@@ -432,19 +432,19 @@ def show(run, args):
             )
             del step, embedding
         if args.epochs:
-            own_error = reference.own_error if reference else 0.0
+            least_error = reference.least_error if reference else 0.0
             train_by_epochs(
-                run, strategy, parallel, batches, args.epochs, args.lr, expected, own_error
+                run, strategy, parallel, batches, args.epochs, args.lr, expected, least_error
             )
         del parallel  # before the next one's
 
 
-def train_by_epochs(run, strategy, parallel, batches, epochs, lr, expected=None, own_error=0.0):
+def train_by_epochs(run, strategy, parallel, batches, epochs, lr, expected=None, least_error=0.0):
     """Train by AdamW; check losses and memory. Return each epoch's losses, the validation's last.
 
-    batches: those to train on, and those to validate with. expected: the references' losses, with
-    own_error as their least error, see `Run.compare`. Without `expected`, the model trains with the
-    dropout of its configuration.
+    batches: those to train on, and those to validate with. expected: the references' losses;
+    least_error: see `Run.compare`. Without `expected`, the model trains with the dropout of its
+    configuration.
     """
     dropout = not expected
     if dropout:
@@ -467,7 +467,7 @@ def train_by_epochs(run, strategy, parallel, batches, epochs, lr, expected=None,
     peaks = harness.peak_memory(run, all_epochs)
     losses = harness.losses_of_epochs(ranks[0] for ranks in records)
     if expected:
-        harness.check_losses(run, strategy, losses, expected, own_error)
+        harness.check_losses(run, strategy, losses, expected, least_error)
     harness.check_copies(run, f"{strategy}: copies of a parameter, trained", model)
     harness.check_memory(run, strategy, model, optimizer, activations)
     harness.print_pace(run, strategy, records, f"max_mem={max(peaks) / 1e9:.2f}gb")
@@ -490,10 +490,12 @@ def train_within(run, args, mesh, batches):
             )
             del parallel
     if harness.compares_changes(run):
-        own_error = harness.error_of_loss(run, loading.gather_batch(run, next(iter(batches[0])))[1])
+        least_error = harness.error_of_loss(
+            run, loading.gather_batch(run, next(iter(batches[0])))[1]
+        )
         expected = harness.losses_alone(run, batches, args.epochs, args.lr)
         for strategy in strategies:
-            harness.check_losses(run, strategy, losses[strategy], expected, own_error)
+            harness.check_losses(run, strategy, losses[strategy], expected, least_error)
     if "fsdp2" in strategies and run.world_size > 1:
         for by_layer in True, False:
             check_peak(run, mesh, by_layer)

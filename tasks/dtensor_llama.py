@@ -277,9 +277,9 @@ def show_mlp(run, mesh):
     reference, block, x = make_demo(run, 1024, 4096, parallelize)
     references = run.references(reference)
     for name, parameter in block.named_parameters():
-        kind, local = type(parameter.data), local_part(parameter)
+        of, local = type(parameter.data), local_part(parameter)
         run.print0(
-            f"{name=},\ttype={kind}\tglobal shape={parameter.shape},\tlocal shape={local.shape}"
+            f"{name=},\ttype={of}\tglobal shape={parameter.shape},\tlocal shape={local.shape}"
         )
     run.check_weights("MLP", block, references)
     expected = run.reference_values(lambda block: block_step(block, x), references)
@@ -295,7 +295,7 @@ def show_mlp(run, mesh):
 
 
 def main():
-    parser = harness.add_model_flags(harness.make_parser(__doc__, kinds=loading.LLAMAS))
+    parser = harness.add_model_flags(harness.make_parser(__doc__, model_types=loading.LLAMAS))
     parser.add_argument(
         "--overfit",
         type=harness.positive,

@@ -201,15 +201,15 @@ def choose_among_ranks(model, logits):
     return best[:, 1:2].long(), best[:, None, 2:].to(row.dtype)
 
 
-def make_cache(kind, model, kv_heads, batch_size, length):
+def make_cache(cache_type, model, kv_heads, batch_size, length):
     """Return an empty cache: dynamic, static for `length` tokens, or None.
 
     kv_heads: the number of this rank's KV heads. transformers 4 reads it from the configuration. So
     a copy of the configuration gets it; the model's own still has the full model's number.
     """
-    if kind == "dynamic":
+    if cache_type == "dynamic":
         return DynamicCache()
-    if kind is None:
+    if cache_type is None:
         return None
     config, weight = copy.deepcopy(model.config), model.model.norm.weight
     config.head_dim, config.num_key_value_heads = model.model.layers[0].self_attn.head_dim, kv_heads
@@ -242,7 +242,7 @@ def check_generation(run, name, model, choose, prompts, count, expected, referen
     def by_hf(cache):
         return harness.hf_generate(model, ids, count, attention_mask=mask, **{CACHE: cache})
 
-    for how, function, kind in (
+    for how, function, cache_type in (
         ("recomputed", by_loop, None),
         ("cached", by_loop, "dynamic"),
         ("cached, static", by_loop, "static"),
@@ -250,7 +250,7 @@ def check_generation(run, name, model, choose, prompts, count, expected, referen
         ("cached, by .generate", by_hf, "dynamic"),
         ("cached, static, by .generate", by_hf, "static"),
     ):
-        cache = make_cache(kind, model, stop - first, len(ids), length)
+        cache = make_cache(cache_type, model, stop - first, len(ids), length)
         tokens = results[how] = function(cache)
         if cache is not None:
             caches[how] = cache
@@ -404,7 +404,7 @@ def measure(run, models, reference, prompt_len, new_tokens, repeats):
 
 
 def main():
-    parser = harness.make_parser(__doc__, kinds=loading.LLAMAS)
+    parser = harness.make_parser(__doc__, model_types=loading.LLAMAS)
     add = parser.add_argument
     add(
         "--prompt",

@@ -167,13 +167,13 @@ def run_by_hand(stage, order, batch, loss, down, up):
     kept = {}
     sent, losses, logits = [], [], []
 
-    def shapes(kind):
-        return [(*batch[i][0].shape, stage.config.hidden_size) for k, i in order if k == kind]
+    def shapes(direction):
+        return [(*batch[i][0].shape, stage.config.hidden_size) for k, i in order if k == direction]
 
     hidden = receive(rank - 1, down, shapes("F"), like)
     grads = receive(rank + 1, up, shapes("B"), like)
-    for kind, i in order:
-        if kind == "F":
+    for direction, i in order:
+        if direction == "F":
             ids, mask, labels = batch[i]
             x = ids if stage.is_first else next(hidden).requires_grad_()
             y = stage(x, mask)
@@ -344,7 +344,7 @@ def train(run, mesh, costs, batch):
 
 
 def main():
-    parser = harness.make_parser(__doc__, kinds=loading.LLAMA_AND_GPT2)
+    parser = harness.make_parser(__doc__, model_types=loading.LLAMA_AND_GPT2)
     add, names = parser.add_argument, [*BY_HAND, *BY_TORCH]
     add("--schedule", choices=["all", *names], default="all", help="default all of them")
     add("--batch-size", type=harness.positive, default=8, help="sequences in a batch; default 8")

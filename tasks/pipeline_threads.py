@@ -239,8 +239,8 @@ class Part:
         self.x = x.detach().requires_grad_(x.requires_grad)
         self.y = partition(self.x)
         if not torch.is_tensor(self.y) or not self.y.dim():
-            kind = type(self.y).__name__
-            raise ValueError(f"a partition's output, a {kind}, is not one tensor (B, ...)")
+            returned = type(self.y).__name__
+            raise ValueError(f"a partition's output, a {returned}, is not one tensor (B, ...)")
 
     def backward(self, dy):
         """Run the graph's backward, once: add to the parameters' .grad, and make x.grad.
@@ -441,7 +441,7 @@ def one_after_the_other(whole, rows, loss):
 
 
 def main():
-    parser = harness.make_parser(__doc__, kinds=loading.LLAMA_AND_GPT2)
+    parser = harness.make_parser(__doc__, model_types=loading.LLAMA_AND_GPT2)
     add = parser.add_argument
     add("--batch-size", type=harness.positive, default=8, help="sequences in a batch; default 8")
     add(
@@ -600,7 +600,7 @@ def show_training(run, args, devices):
             f"note: training is compared of models up to {harness.LARGE / 1e6:.0f} M parameters"
         )
     else:
-        expected, own_error, trained = expect_epochs(run, batches, args.epochs, args.lr)
+        expected, least_error, trained = expect_epochs(run, batches, args.epochs, args.lr)
     trainers = {mode: Trainer(run, args, mode, stops, devices) for mode in names}
     before = {
         mode: [p.detach().clone() for p in trainer.model.parameters()]
@@ -616,7 +616,7 @@ def show_training(run, args, devices):
     for mode, trainer in trainers.items():
         if expected:
             losses = harness.losses_of_epochs(trainer.records)
-            harness.check_losses(run, mode, losses, expected, own_error)
+            harness.check_losses(run, mode, losses, expected, least_error)
             for parameter, old in zip(trainer.model.parameters(), before[mode], strict=True):
                 parameter.grad = parameter.detach() - old
             harness.compare_gradients(
@@ -672,10 +672,10 @@ def expect_epochs(run, batches, epochs, lr):
         parameter.exact_grad = exact[0].grad.float() if exact else None
     ids, _, labels = steps[0]
     with torch.no_grad():
-        own_error = harness.error_of_mean(
+        least_error = harness.error_of_mean(
             *(token_losses(one(ids).logits, labels) for one in models)
         )
-    return curves, own_error, [model]
+    return curves, least_error, [model]
 
 
 def train_one(run, trainer, batches, epoch):

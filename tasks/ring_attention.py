@@ -483,18 +483,18 @@ def check_simplest(run, group, batch_size, length):
         dtypes.append(harness.WIDER[run.dtype])
     expected = run.reference_values(alone, dtypes if run.rank == 0 else [])
     actual = step(ring, [t[:, :, local] for t in qkv], grad[:, :, local])
-    kinds = "outputs", "query grad", "key grad", "value grad"
-    for kind, ours, theirs in zip(kinds, actual, expected, strict=True):
+    names = "outputs", "query grad", "key grad", "value grad"
+    for name, ours, theirs in zip(names, actual, expected, strict=True):
         pair = [ours, *(t[:, :, local] for t in theirs)]
-        if kind == "query grad" and group.rank() == 0:
+        if name == "query grad" and group.rank() == 0:
             # The first query sees one key, whatever it is: its gradient is 0, and rounding.
             pair = [t[:, :, 1:] for t in pair]
         by_token = [t.transpose(1, 2).flatten(2) for t in pair]  # all heads of a token
-        run.check(f"simplest ring, one attention: {kind}", [by_token])
+        run.check(f"simplest ring, one attention: {name}", [by_token])
 
 
 def main():
-    parser = harness.add_model_flags(harness.make_parser(__doc__, kinds=loading.LLAMAS))
+    parser = harness.add_model_flags(harness.make_parser(__doc__, model_types=loading.LLAMAS))
     parser.add_argument(
         "--layout",
         choices=["zigzag", "contiguous"],

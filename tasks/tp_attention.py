@@ -142,10 +142,10 @@ def compare_template(run, title, references, parallel, x, *others):
         lambda layer: attention_step(layer, x, torch.sum, *others), references
     )
     run.print0(f"--- {title}, .sum().backward()")
-    for kind, name, actual, values in zip(
+    for shown_as, name, actual, values in zip(
         ("outputs", "input grad"), ("output", "input grad"), results, expected, strict=True
     ):
-        run.show_as_asked(title, kind, values[0], actual)
+        run.show_as_asked(title, shown_as, values[0], actual)
         run.check(f"{title} .sum() {name}", [(actual, *values)])
 
 
@@ -160,31 +160,31 @@ def compare(run, title, reference, parallel, batch_size, seq_len):
     def loss(y):  # its gradient is random, so that no symmetry hides a mistake
         return (y * upstream).sum()
 
-    for kind, mask in masks.items():
-        if kind == "causal, padded":  # no loss comes from padding
+    for mask_name, mask in masks.items():
+        if mask_name == "causal, padded":  # no loss comes from padding
             upstream[-1, : seq_len // 3] = 0
         y, x_grad = attention_step(parallel, x, loss, rotary_tables, mask)
         expected_y, expected_x_grad = run.reference_values(
             lambda layer, mask=mask: attention_step(layer, x, loss, rotary_tables, mask), references
         )
-        run.print0(f"--- {title}, {kind}")
+        run.print0(f"--- {title}, {mask_name}")
         run.show("outputs", expected_y[0], y)
         run.show("input grad", expected_x_grad[0], x_grad)
-        run.check(f"{title} {kind} output", [(y, *expected_y)])
-        run.check(f"{title} {kind} input grad", [(x_grad, *expected_x_grad)])
-        run.check_gradients(f"{title} {kind}", parallel, references)
-        run.check_same_bits(f"{title} {kind} output, same bits on all ranks", y)
-        if kind == "causal":
-            expected_causal = [whole[0] for whole in expected_y]
-    # In the last kind no token may attend to padding: with other padding, the tokens behind it must
-    # have the same output; and a sequence without padding must have the output of the causal kind.
+        run.check(f"{title} {mask_name} output", [(y, *expected_y)])
+        run.check(f"{title} {mask_name} input grad", [(x_grad, *expected_x_grad)])
+        run.check_gradients(f"{title} {mask_name}", parallel, references)
+        run.check_same_bits(f"{title} {mask_name} output, same bits on all ranks", y)
+        if mask_name == "causal":
+            expected_causal = [full[0] for full in expected_y]
+    # With the last mask no token may attend to padding: with other padding, the tokens behind it
+    # must have the same output; and a sequence without padding must have the causal mask's output.
     changed, padding = x.clone(), seq_len // 3
     changed[-1, :padding] += 1
     changed_y, _ = attention_step(parallel, changed, loss, rotary_tables, mask)
     pairs = [(changed_y[-1, padding:], y[-1, padding:])]
-    run.check(f"{title} {kind} output, whatever the padding", pairs, tolerance=0.0)
+    run.check(f"{title} {mask_name} output, whatever the padding", pairs, tolerance=0.0)
     if batch_size > 1 and run.dtype != torch.bfloat16:
-        run.check(f"{title} {kind} output, not padded", [(y[0], *expected_causal)])
+        run.check(f"{title} {mask_name} output, not padded", [(y[0], *expected_causal)])
 
 
 def main():

@@ -330,7 +330,7 @@ def vocab_parallel_loss(
 
 
 def main():
-    parser = harness.add_model_flags(harness.make_parser(__doc__, kinds=loading.LLAMAS))
+    parser = harness.add_model_flags(harness.make_parser(__doc__, model_types=loading.LLAMAS))
     parser.add_argument(
         "--vocab-parallel",
         action=argparse.BooleanOptionalAction,

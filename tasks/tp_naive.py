@@ -300,8 +300,8 @@ def compare(run, title, model, references, actual, expected, lr):
     run.show("input grad", expected_x_grad[0], x_grad)
     run.check(f"{title}: outputs", [(y, *expected_y)])
     # A single number, such as the loss, is off by chance: its bound is the error of its terms.
-    own_error = harness.error_of_mean(*expected_errors)
-    run.check(f"{title}: loss", [(loss, *expected_losses)], own_error=own_error)
+    least_error = harness.error_of_mean(*expected_errors)
+    run.check(f"{title}: loss", [(loss, *expected_losses)], least_error=least_error)
     run.check(f"{title}: input grad", [(x_grad, *expected_x_grad)])
     run.check_gradients(f"{title}:", model, references)
 

@@ -136,7 +136,7 @@ def show_training(run, mesh, batch, lr, iterations):
 
     expected, tokens = run.reference_values(expect, references)
     # Rounded weights shift all later losses alike: their errors are not independent.
-    own_error = harness.LIMITS["rms"] * harness.error_of_mean(*tokens)
+    least_error = harness.LIMITS["rms"] * harness.error_of_mean(*tokens)
     harness.refuse_if_endless(expected[0], lr)
     for wide in references[1:]:
         for parameter, of in zip(references[0].parameters(), wide.parameters(), strict=True):
@@ -148,7 +148,7 @@ def show_training(run, mesh, batch, lr, iterations):
         loss = harness.plain_loss if name == "TP" else harness.own_loss
         table[name] = trained(model, loss)
         compared = [of if exactly else of[:1] for of in (table[name], *expected)]
-        run.check(f"{name}, {title}: losses", [compared], own_error=own_error)
+        run.check(f"{name}, {title}: losses", [compared], least_error=least_error)
         if exactly:
             changes = f"{name}, {title}: changes by {iterations} iterations"
             harness.compare_gradients(run, changes, model, references, only)

@@ -172,9 +172,9 @@ def virtual_tokens(model, batch_size):
     config = getattr(model, "active_peft_config", None)
     enabled = getattr(model.forward, "__self__", model) is model  # not under `disable_adapter`
     if config and config.is_prompt_learning and enabled:
-        if (kind := config.peft_type) not in ("PROMPT_TUNING", "P_TUNING"):
+        if (peft_type := config.peft_type) not in ("PROMPT_TUNING", "P_TUNING"):
             raise ValueError(
-                f"{kind.value}: of PEFT's prompts only PROMPT_TUNING and P_TUNING are "
+                f"{peft_type.value}: of PEFT's prompts only PROMPT_TUNING and P_TUNING are "
                 "virtual tokens of this loss"
             )
         return model.get_prompt(batch_size)
@@ -246,7 +246,7 @@ def refuse_nan(i, what, values):
 
 
 def main():
-    parser = harness.make_parser(__doc__, kinds=loading.LLAMAS)
+    parser = harness.make_parser(__doc__, model_types=loading.LLAMAS)
     add = parser.add_argument
     add(
         "--peft",

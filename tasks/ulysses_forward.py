@@ -145,7 +145,7 @@ def split_sizes(group, heads, S):
     """Return three lists: how many tokens, query heads and KV heads each rank has."""
     tokens = (shard_range(S, group.size(), rank) for rank in range(group.size()))
     queries, keys = zip(*heads, strict=True)
-    return [[stop - first for first, stop in kind] for kind in (tokens, queries, keys)]
+    return [[stop - first for first, stop in ranges] for ranges in (tokens, queries, keys)]
 
 
 def to_heads(query, key, value, group, heads, S):
@@ -223,10 +223,8 @@ def comm_bytes_per_layer(model, B, S, group=None):
 
 
 def main():
-    harness.start(
-        harness.add_model_flags(harness.make_parser(__doc__, kinds=loading.LLAMAS)).parse_args(),
-        show,
-    )
+    parser = harness.make_parser(__doc__, model_types=loading.LLAMAS)
+    harness.start(harness.add_model_flags(parser).parse_args(), show)
 
 
 def show(run, args):

@@ -339,7 +339,7 @@ def test_gpt2_directory(masks, gpt2):
     mask[0, :2] = 0
     with quiet():
         expected = AutoModelForCausalLM.from_pretrained(gpt2).eval()
-    source = Source(str(gpt2), kinds=LLAMA_AND_GPT2)
+    source = Source(str(gpt2), model_types=LLAMA_AND_GPT2)
     assert set(source.dropout.values()) == {0.1} and count_parameters(source.config) == sum(
         parameter.numel() for parameter in expected.parameters()
     )
@@ -361,10 +361,10 @@ def test_gpt2_refused(gpt2):
             Source(name)
     change_config(gpt2, add_cross_attention=True)
     with pytest.raises(UserError, match="add_cross_attention"):
-        Source(str(gpt2), kinds=LLAMA_AND_GPT2)
+        Source(str(gpt2), model_types=LLAMA_AND_GPT2)
     change_config(gpt2, add_cross_attention=False, n_positions=31)
     with pytest.raises(UserError, match=r"wpe.weight has shape \(32, 20\), config.json says"):
-        Source(str(gpt2), kinds=LLAMA_AND_GPT2)
+        Source(str(gpt2), model_types=LLAMA_AND_GPT2)
 
 
 # ---------------------------------------------------------------- tokenizers

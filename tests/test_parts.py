@@ -211,7 +211,7 @@ def test_presets_have_the_real_sizes(name, count):
 @pytest.mark.parametrize(("preset", "count"), [("gpt2", 124_439_808), ("gpt2-small-test", 63_168)])
 def test_presets_of_gpt2(preset, count):
     """The real one is the library's own; its parameters are counted by a formula, too."""
-    source = Source(f"random/{preset}", kinds=LLAMA_AND_GPT2)
+    source = Source(f"random/{preset}", model_types=LLAMA_AND_GPT2)
     assert type(source.empty_model()).__name__ == "GPT2LMHeadModel"
     assert count_parameters(source.config) == number_of_parameters(source) == count
     if preset == "gpt2":
@@ -225,7 +225,10 @@ def test_presets_of_gpt2(preset, count):
 
 def test_dropout_of_gpt2():
     """None where runs are compared; as shipped where the source is asked for it again."""
-    source, ids = Source("random/gpt2-small-test", kinds=LLAMA_AND_GPT2), torch.arange(20)[None]
+    source, ids = (
+        Source("random/gpt2-small-test", model_types=LLAMA_AND_GPT2),
+        torch.arange(20)[None],
+    )
 
     def outputs():
         model = source.load_model(torch.float32, CPU).train()
@@ -238,7 +241,10 @@ def test_dropout_of_gpt2():
 
 def test_float64_of_gpt2():
     """With a padding mask, which transformers 4 makes in the default dtype; that stays as it is."""
-    source, ids = Source("random/gpt2-small-test", kinds=LLAMA_AND_GPT2), torch.arange(8).view(2, 4)
+    source, ids = (
+        Source("random/gpt2-small-test", model_types=LLAMA_AND_GPT2),
+        torch.arange(8).view(2, 4),
+    )
     mask = torch.tensor([[1, 1, 1, 1], [0, 1, 1, 1]])
     exact, plain = (source.load_model(dtype, CPU) for dtype in (torch.float64, torch.float32))
     y, expected = (model(ids, attention_mask=mask).logits[mask == 1] for model in (exact, plain))

@@ -161,7 +161,7 @@ def test_names_of_the_homework(monkeypatch):
 @pytest.mark.parametrize("tied", [True, False])
 def test_gpt2_in_a_sequential(tied):
     """Logits and gradients of the unmodified model, a batch in one piece and by a pipeline."""
-    source = Source(GPT2, kinds=LLAMA_AND_GPT2)
+    source = Source(GPT2, model_types=LLAMA_AND_GPT2)
     source.config.tie_word_embeddings = tied
     source.shapes |= {} if tied else {"lm_head.weight": source.shapes["transformer.wte.weight"]}
     expected, model = (source.load_model(torch.float64, torch.device("cpu")) for _ in range(2))
@@ -194,7 +194,7 @@ def test_hidden_states():
 @pytest.mark.parametrize("stops", [(4,), (1, 4), (1, 3, 4)])
 def test_stages_of_gpt2(stops):
     """One after the other they are the model, with padding; positions are added once."""
-    source, cpu = Source(GPT2, kinds=LLAMA_AND_GPT2), torch.device("cpu")
+    source, cpu = Source(GPT2, model_types=LLAMA_AND_GPT2), torch.device("cpu")
     whole = source.load_model(torch.float64, cpu)
     stages = [source.load_model(torch.float64, cpu, lambda m, i=i: keep_stage(m, stops, i))
               for i in range(len(stops))]  # fmt: skip

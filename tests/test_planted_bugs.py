@@ -156,16 +156,16 @@ BUGS = {
         "tp_attention", 2, "tp_attention.py", "if rank != 0:", "if False:", "output",
     ),
     "query heads look at others' keys": (
-        "tp_attention", 3, "partition.py", "(first * group_size, stop * group_size), (first, stop)",
-        "(first * group_size, stop * group_size), (0, stop - first)", "nothing left out",
+        "tp_attention", 3, "partition.py", "stop * queries_per_kv), (first, stop)",
+        "stop * queries_per_kv), (0, stop - first)", "nothing left out",
     ),
     "shared KV heads do not add their gradients": (
         "tp_attention", 4, "tp_attention.py", "if ranks > num_kv_heads:", "if False:",
         "k_proj.weight grad",
     ),
     "wrong holders of a shared KV head": (
-        "tp_attention", 4, "partition.py", "start, stop = group * group_size + start",
-        "start, stop = group * group_size + start * 0", "output",
+        "tp_attention", 4, "partition.py", "start, stop = kv_head * queries_per_kv + start",
+        "start, stop = kv_head * queries_per_kv + start * 0", "output",
     ),
     "attention's mask is dropped everywhere": (
         "tp_attention", 2, "tp_attention.py", "attention_mask=mask)", "attention_mask=None)",
@@ -863,14 +863,14 @@ BUGS = {
     ),
     "ZeRO's ranks do not tell": (
         "data_parallel --strategy zero1", 2, "data_parallel.py",
-        "return ZeroRedundancyOptimizer(parameters, kind, self.group, **settings)",
-        "o = ZeroRedundancyOptimizer(parameters, kind, self.group, **settings)\n"
+        "return ZeroRedundancyOptimizer(parameters, optimizer_class, self.group, **settings)",
+        "o = ZeroRedundancyOptimizer(parameters, optimizer_class, self.group, **settings)\n"
         "            o._sync_params = lambda: None\n            return o",
         "changes by 3 steps",
     ),
     "ZeRO is left out": (
         "data_parallel --strategy zero1", 2, "data_parallel.py",
-        "return ZeroRedundancyOptimizer(parameters, kind, self.group, **settings)",
+        "return ZeroRedundancyOptimizer(parameters, optimizer_class, self.group, **settings)",
         "pass", "zero1: bytes",
     ),
     "gradients add up over the steps": (

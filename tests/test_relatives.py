@@ -136,7 +136,7 @@ def test_window_longer_than_the_sequence(script, folder_of, tmp_path):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_parameters_are_counted(kind, folder_of):
-    source = Source(str(folder_of(kind)), kinds=LLAMAS)
+    source = Source(str(folder_of(kind)), model_types=LLAMAS)
     exact = sum(parameter.numel() for parameter in source.empty_model().parameters())
     assert count_parameters(source.config) == exact
 

@@ -25,9 +25,9 @@ from utils.losses import token_losses
 DTYPES = torch.float32, torch.bfloat16
 
 
-def share(*pairs, dtype=torch.float32, own_error=0.0):
+def share(*pairs, dtype=torch.float32, least_error=0.0):
     """The largest share of a limit; more than 1 is refused."""
-    many = [measure(*pair, own_error) for pair in pairs]
+    many = [measure(*pair, least_error) for pair in pairs]
     return max(judged[0] for judged in judge(many, dtype, worst_relative(many)))
 
 
@@ -231,8 +231,8 @@ def test_float64_is_the_same_function(what, monkeypatch):
 def test_right_runs_pass(shape):
     """A hundred of them; of a single value only where its usual error is known from others."""
     for seed in range(100):
-        own_error = 1e-6 if shape == (1,) else 0.0
-        assert share(three(*shape, seed=seed), own_error=own_error) < 1
+        least_error = 1e-6 if shape == (1,) else 0.0
+        assert share(three(*shape, seed=seed), least_error=least_error) < 1
 
 
 def test_a_lucky_reference_refuses_nobody():

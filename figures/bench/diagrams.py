@@ -119,8 +119,8 @@ def step(model, recorder, reduce, ids):
 
 def check(run, name, loss, reference, ids):
     """By the unmodified model's."""
-    expected, own_error = expect_loss(run, run.references(reference), ids)
-    run.check(name, [(loss, *expected)], own_error=own_error)
+    expected, least_error = expect_loss(run, run.references(reference), ids)
+    run.check(name, [(loss, *expected)], least_error=least_error)
 
 
 def record(run, parallelize, reduce, reference, ids, watch=Recorder):

@@ -107,10 +107,12 @@ def measure(run, args, path):
 
     few, reference = ids[:, :64], load_adapted(run, adapter)
     inputs = dict(input_ids=few, labels=few)
-    expected, own_error = expect_step(run, run.references(reference), inputs)
+    expected, least_error = expect_step(run, run.references(reference), inputs)
     del reference
     loss = forward_backward(model, few, mesh, techniques)
-    run.check("loss of 64 tokens", [(loss, *(x.to(loss) for x in expected))], own_error=own_error)
+    run.check(
+        "loss of 64 tokens", [(loss, *(x.to(loss) for x in expected))], least_error=least_error
+    )
     clock = Clock(run, args.limit, write)
     for name in clock.done:
         function = getattr(saved_outputs, name)

@@ -77,11 +77,11 @@ def measure(run, args):
         list(generation(models[name], prompt, args.new_tokens, choose, threads[name]))
         yield "generate"
 
-    expected, own_error = expect_loss(run, run.references(models["single"]), ids)
+    expected, least_error = expect_loss(run, run.references(models["single"]), ids)
     for name, technique in techniques.items():
         with technique.context(), torch.no_grad():
             loss = models[name](ids, labels=ids).loss
-        run.check(f"{name}: loss", [(loss, *expected)], own_error=own_error)
+        run.check(f"{name}: loss", [(loss, *expected)], least_error=least_error)
         formula = technique.formula(
             config.num_hidden_layers, args.seq_len, config.hidden_size, config.vocab_size,
             run.world_size, run.dtype.itemsize,

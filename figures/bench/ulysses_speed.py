@@ -40,8 +40,8 @@ def measure(run, args):
     ids = run.broadcast(torch.randint(run.source.config.vocab_size, shape))
     with torch.no_grad():
         loss = parallel(ids, labels=ids).loss
-    expected, own_error = expect_loss(run, run.references(reference), ids)
-    run.check("loss", [(loss, *expected)], own_error=own_error)
+    expected, least_error = expect_loss(run, run.references(reference), ids)
+    run.check("loss", [(loss, *expected)], least_error=least_error)
     measure_time(run, reference, parallel, ids, args.repeats, reduce)
     del reference, parallel
     measure_memory(run, parallelize, ids, reduce)

@@ -196,10 +196,10 @@ def load_state(tensors, parameters, optimizer):
     """Set parameters and the optimizer's state to a checkpoint's tensors."""
     places, state = {name: place for place, name in enumerate(parameters)}, {}
     for name, tensor in tensors.items():
-        kind, _, rest = name.partition(".")
-        if kind == "parameter":
+        part, _, rest = name.partition(".")
+        if part == "parameter":
             parameters[rest].data.copy_(tensor)
-        elif kind == "optimizer":
+        elif part == "optimizer":
             key, _, rest = rest.partition(".")
             state.setdefault(places[rest], {})[key] = tensor if tensor.dim() else tensor.cpu()
     groups = optimizer.state_dict()["param_groups"]

@@ -99,8 +99,10 @@ class ShardedCheckpoints(Checkpoints):
         """Return the sums of all squares, float64, of each parameter and of each of its states."""
         local = []
         for parameter in model.parameters():
-            mesh, kinds = parameter.device_mesh, enumerate(parameter.placements)
-            apart = math.prod(mesh.size(axis) for axis, kind in kinds if not kind.is_replicate())
+            mesh, placements = parameter.device_mesh, enumerate(parameter.placements)
+            apart = math.prod(
+                mesh.size(axis) for axis, placement in placements if not placement.is_replicate()
+            )
             for tensor in (
                 parameter.detach(),
                 *(optimizer.state[parameter][key] for key in STATES),

@@ -3,7 +3,7 @@
 import torch
 
 from checkpoints.checkpoint import fingerprint
-from harness.checks import kind_of
+from harness.checks import category_of
 from harness.model_checks import error_of_mean
 from harness.tolerance import LIMITS
 from utils.collectives import all_gather
@@ -46,7 +46,7 @@ def compare_adapter_gradients(run, name_of, model, references):
         grads += [full[name].exact_grad for _ in references[1:]]
         ((*expected,),) = run.reference_values(lambda grad: [grad], grads)
         pair = parameter.grad, *expected
-        run.compare(name_of(name), [pair], kind=kind_of(name))
+        run.compare(name_of(name), [pair], category=category_of(name))
 
 
 def check_training(
@@ -82,9 +82,9 @@ def check_training(
     expected, losses = map(torch.stack, zip(*steps, strict=True))
     run.show("losses", expected, losses.to(expected.dtype))
     run.check("losses")
-    for kind in dict.fromkeys(map(kind_of, trained_parameters(model))):
-        run.check(f"{kind} grad")
-        run.check(f"{kind} after a step")
+    for category in dict.fromkeys(map(category_of, trained_parameters(model))):
+        run.check(f"{category} grad")
+        run.check(f"{category} after a step")
     narrow = run.dtype == torch.bfloat16
     if narrow or recomputes is None:
         once_more = expect_step(run, references, batches[0][1])
@@ -101,13 +101,13 @@ def check_step(run, model, references, optimizers, compute, ids, inputs):
 
     Returns (reference's loss, loss).
     """
-    expected, own_error = expect_step(run, references, inputs)
+    expected, least_error = expect_step(run, references, inputs)
     model.zero_grad()
     # One part for each rank's share of the sequence.
     parts = all_gather(compute(model, ids).double(), llama_of(model).get_group())
     loss = parts.new_tensor(sum(parts.tolist()))  # in the order that training adds in
-    run.compare("losses", [(loss, *(x.double() for x in expected))], own_error=own_error)
-    compare_adapter_gradients(run, lambda n: f"{kind_of(n)} grad", model, references)
+    run.compare("losses", [(loss, *(x.double() for x in expected))], least_error=least_error)
+    compare_adapter_gradients(run, lambda n: f"{category_of(n)} grad", model, references)
     local, full = trained_parameters(model), trained_parameters(references[0]) if references else {}
     for name, parameter in full.items():
         parameter.grad = local[name].grad.clone()
@@ -115,7 +115,7 @@ def check_step(run, model, references, optimizers, compute, ids, inputs):
         optimizer.step()
     for name, parameter in local.items():
         pair = parameter.detach(), run.broadcast(full.get(name))
-        run.compare(f"{kind_of(name)} after a step", [pair], tolerance=0.0)
+        run.compare(f"{category_of(name)} after a step", [pair], tolerance=0.0)
     return expected[0], loss
 
 
@@ -127,7 +127,7 @@ def check_again(run, losses, checked, deterministic):
     run.check("losses of the training, as checked", [(first, checked)], bound)
 
 
-def check_in_float32(run, model, compute, ids, expected, own_error):
+def check_in_float32(run, model, compute, ids, expected, least_error):
     """Check the loss once more with the same weights in float32.
 
     In bfloat16 a label that got lost may change the loss by less than rounding does. The same steps
@@ -143,11 +143,11 @@ def check_in_float32(run, model, compute, ids, expected, own_error):
     for parameter in narrow:
         parameter.data = parameter.data.to(run.dtype)
     units = [torch.finfo(dtype).eps for dtype in (torch.float32, run.dtype)]
-    bound = 2 * LIMITS["rms"] * own_error * units[0] / units[1] + 4 * units[0] * exact.item()
+    bound = 2 * LIMITS["rms"] * least_error * units[0] / units[1] + 4 * units[0] * exact.item()
     run.check("loss in float32", [(loss, exact)], bound)  # both round, so twice
 
 
-def check_techniques(run, model, references, compute, alone, ids, expected, own_error):
+def check_techniques(run, model, references, compute, alone, ids, expected, least_error):
     """Check the loss and gradients with each technique alone.
 
     This comes after steps of training, since LoRA's gradients are 0 at first.
@@ -156,7 +156,9 @@ def check_techniques(run, model, references, compute, alone, ids, expected, own_
         model.zero_grad()
         loss = compute(model, ids, techniques=techniques)
         loss = all_gather(loss, llama_of(model).get_group()).sum(0)
-        run.check(f"{name}: loss", [(loss, *(x.to(loss) for x in expected))], own_error=own_error)
+        run.check(
+            f"{name}: loss", [(loss, *(x.to(loss) for x in expected))], least_error=least_error
+        )
         check = f"{name}: gradients"
         compare_adapter_gradients(run, lambda _, check=check: check, model, references)
         run.check(check)

@@ -55,14 +55,14 @@ class Comparison:
 
         return [tuple(value(r, i) for r in range(shape[0])) for i in range(shape[1])]
 
-    def compare(self, name, pairs, tolerance=None, own_error=0.0, kind=None):
+    def compare(self, name, pairs, tolerance=None, least_error=0.0, category=None):
         """Compare pairs as a part of a check; `check` of the same name, later, gives the verdict.
 
         pairs: of tensors of one shape, (actual, reference), or (actual, reference, exact). `exact`
         is the wider reference's in a run in float32 or bfloat16. With it, errors are differences
         from it, and `tolerance.judge` decides. tolerance: an absolute bound; by default `TOLERANCE`
-        of the largest value of a pair. own_error: see `tolerance.measure`. kind: within a check,
-        pairs of one kind are those whose usual errors are alike.
+        of the largest value of a pair. least_error: see `tolerance.measure`. category: pairs of one
+        category, within a check, are those whose usual errors are alike.
         """
         found, measured = self.compared.setdefault(name, ([], {}))
         for actual, reference, *exact in pairs:
@@ -70,8 +70,8 @@ class Comparison:
             if not actual.numel():  # more ranks than MLP units
                 continue
             if exact and tolerance is None:
-                errors = measure(actual, reference, exact[0], own_error)
-                measured.setdefault(kind, []).append(errors)
+                errors = measure(actual, reference, exact[0], least_error)
+                measured.setdefault(category, []).append(errors)
                 continue
             value, mean = difference(actual, reference)
             largest = reference.abs().max().item()
@@ -85,15 +85,15 @@ class Comparison:
                 }
             )
 
-    def check(self, name, pairs=(), tolerance=None, own_error=0.0):
+    def check(self, name, pairs=(), tolerance=None, least_error=0.0):
         """Compare pairs, give all ranks' verdict, and print one line; a failure ends the job.
 
         The line shows the rank and the pair whose difference came closest to its tolerance. The
         exit code of a failure is 1.
         """
-        self.compare(name, pairs, tolerance, own_error)
+        self.compare(name, pairs, tolerance, least_error)
         found, measured = self.compared.pop(name)
-        usual = {kind: worst_relative(many) for kind, many in measured.items()}
+        usual = {category: worst_relative(many) for category, many in measured.items()}
         largest = max((pair["max_abs_reference"] for pair in found), default=0.0)
         everyone = self.gather_objects((usual, largest))
         largest = max(largest for _, largest in everyone)
@@ -102,8 +102,8 @@ class Comparison:
             if pair["tolerance"] is None:
                 pair["tolerance"] = max(TOLERANCE * pair["max_abs_reference"], FLOOR * largest)
             pair["share"] = share_of(pair["max_abs_diff"], pair["tolerance"])
-        for kind, many in measured.items():
-            of_ranks = [theirs[kind] for theirs in everyone if kind in theirs]
+        for category, many in measured.items():
+            of_ranks = [theirs[category] for theirs in everyone if category in theirs]
             usual = {norm: max(of_rank[norm] for of_rank in of_ranks) for norm in of_ranks[0]}
             found.append(nearest_of(many, self.dtype, usual, self.longest_sum))
         worst = max(found, key=lambda pair: pair["share"], default={"share": -1.0})
@@ -174,18 +174,18 @@ class Comparison:
         return self.gather_objects({n: shard_of(p) for n, p in module.named_parameters()})
 
     def slices(self, module, references, only, *values):
-        """Return {kind: generator of (this rank's value, the reference's slice, ...)}.
+        """Return {category: generator of (this rank's value, the reference's slice, ...)}.
 
         module: this rank's share. references: see the method. values: functions of a parameter. The
         first gives this rank's value and the full one; each further one gives another value of the
-        full parameter. Parameters of one kind, one in each layer, go together; only(name) leaves
-        some out.
+        full parameter. Parameters of one category, one in each layer, go together; only(name)
+        leaves some out.
         """
         local = dict(module.named_parameters())
         full = dict(references[0].named_parameters()) if references else {}
-        kinds, shards = {}, self.shards(module)
+        categories, shards = {}, self.shards(module)
         for name in self.broadcast([name for name in full if only(name)]):
-            kinds.setdefault(kind_of(name), []).append(name)
+            categories.setdefault(category_of(name), []).append(name)
 
         def pairs(names):
             for name in names:
@@ -196,7 +196,7 @@ class Comparison:
                     actual = torch.zeros_like(local[name]) if actual is None else actual
                     yield local_part(actual, local[name]).to(self.device), *slices
 
-        return {kind: pairs(names) for kind, names in kinds.items()}
+        return {category: pairs(names) for category, names in categories.items()}
 
     def check_weights(self, title, module, references, only=lambda name: True, unsplit=("norm",)):
         """Check that shards are slices of the full weights, and all else is equal on all ranks.
@@ -205,8 +205,8 @@ class Comparison:
         parameters that a rank may have in full. "" is in every name, so then this is not checked.
         Any other parameter that is left unsplit, or split with everything on one rank, fails.
         """
-        kinds = self.slices(module, references, only, lambda parameter: parameter.detach())
-        pairs = (pair for kind in kinds.values() for pair in kind)
+        categories = self.slices(module, references, only, lambda parameter: parameter.detach())
+        pairs = (pair for category in categories.values() for pair in category)
         self.check(f"{title} weights, slices of the whole", pairs, tolerance=0.0)
         sizes = {n: p.shape for n, p in references[0].named_parameters()} if references else None
         sizes, found, shards = self.broadcast(sizes), [], self.shards(module)
@@ -236,9 +236,9 @@ class Comparison:
         """Compare every parameter's gradient with this rank's slice of the reference's."""
         values = [lambda parameter: parameter.grad]
         values += [lambda parameter: parameter.exact_grad] * (self.dtype in WIDER)
-        kinds = self.slices(module, references, only, *values)
-        for kind, pairs in kinds.items():
-            self.check(f"{title} {kind} grad", pairs)
+        categories = self.slices(module, references, only, *values)
+        for category, pairs in categories.items():
+            self.check(f"{title} {category} grad", pairs)
 
     def place(self, module):
         """Move a module to the run's device and dtype, and return it."""
@@ -346,15 +346,15 @@ def covered(size, regions):
 def nearest_of(many, dtype, worst, longest_sum):
     """Return the record of a check by `tolerance.judge`: of the tensor nearest to a limit."""
     judged = list(judge(many, dtype, worst, longest_sum))
-    share, nearest, kind, part, *numbers = max(judged, key=lambda found: found[0])
+    share, nearest, measure_name, part, *numbers = max(judged, key=lambda found: found[0])
     (largest,) = (found for found in judged if found[1:3] == (nearest, "max"))
     times = {}
     for of_limit, _, measure_of, *_ in judged:
         times[measure_of] = max(times.get(measure_of, 0), of_limit * LIMITS[measure_of])
-    if kind in WHOLE:
-        part = kind
+    if measure_name in WHOLE:
+        part = measure_name
     else:
-        axis, _, what = kind.partition(" ")
+        axis, _, what = measure_name.partition(" ")
         together = many[nearest].together.get(axis)
         place = f"{together} {axis}s from {part * together}" if together else f"{axis} {part}"
         part = f"{place}: {what or 'rms'}"
@@ -364,7 +364,7 @@ def nearest_of(many, dtype, worst, longest_sum):
         "mean_abs_diff": many[nearest].mean,
         "max_abs_reference": many[nearest].norms["max"][2].item(),
         "tolerance": largest[5],
-        "own_max_abs_error": many[nearest].own_error,
+        "own_max_abs_error": many[nearest].reference_error,
         "own_rms_share": worst["rms"],
         "times_reference": times,
         "nearest": (part, *numbers),
@@ -384,7 +384,7 @@ def details_of(record):
     text = f"mean|diff| {record['mean_abs_diff']:.1e}"
     text += f", largest value {record['max_abs_reference']:.1e}"
     if times := record.get("times_reference"):
-        errors = ", ".join(f"{kind} {share:.1f}" for kind, share in times.items())
+        errors = ", ".join(f"{measure_name} {share:.1f}" for measure_name, share in times.items())
         text += (
             f"; reference's own {record['own_max_abs_error']:.1e}, of which errors are: {errors}"
         )
@@ -397,7 +397,7 @@ def share_of(value, bound):
     return math.inf if share != share else share
 
 
-def kind_of(name):
+def category_of(name):
     """Return a parameter's name without its layer's number: the same for all layers."""
     return re.sub(r"\b(layers|h)\.\d+\.", r"\1.*.", name)
 

@@ -109,10 +109,10 @@ def losses_of_training(model, steps, validation, epochs, lr):
     return torch.stack(losses)
 
 
-def check_losses(run, strategy, losses, expected, own_error):
-    """Compare a training's losses with the references', in order. own_error: see `Run.compare`."""
+def check_losses(run, strategy, losses, expected, least_error):
+    """Compare a training's losses with the references'. least_error: see `Run.compare`."""
     losses = expected[0].new_tensor(losses)
-    run.check(f"{strategy}: losses of the training", [(losses, *expected)], own_error=own_error)
+    run.check(f"{strategy}: losses of the training", [(losses, *expected)], least_error=least_error)
 
 
 def record_epoch(run, steps, epoch, count):
@@ -217,10 +217,10 @@ def check_memory(run, strategy, model, optimizer, activations):
     everyone, P = run.gather_objects([*held, activations]), run.world_size
     weights = number_of_parameters(run.source) * run.dtype.itemsize
     largest = max(map(math.prod, run.source.shapes.values())) * run.dtype.itemsize
-    kinds = list(zip((1, 1, 2), COPIED[strategy], strict=True))
+    counts = list(zip((1, 1, 2), COPIED[strategy], strict=True))
     actual = [sum(column) for column in zip(*everyone, strict=True)]
-    expected = [weights * n * (P if copied else 1) for n, copied in kinds]
-    most = [n * (weights if copied else weights / P + largest) for n, copied in kinds]
+    expected = [weights * n * (P if copied else 1) for n, copied in counts]
+    most = [n * (weights if copied else weights / P + largest) for n, copied in counts]
     above = [max(0, local - limit) for local, limit in zip(held, most, strict=True)]
     pairs = [(actual[:3], expected), (above, [0, 0, 0])]
     pairs = [[torch.tensor(of, dtype=torch.float64) for of in pair] for pair in pairs]

@@ -77,18 +77,18 @@ NAMES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwe
          "smollm3": "SmolLM3", "gpt2": "GPT-2"}  # fmt: skip
 
 
-def make_parser(doc, model="tiny", kinds=ONLY_LLAMA):
+def make_parser(doc, model="tiny", model_types=ONLY_LLAMA):
     """Make a parser with the flags that every script has.
 
-    doc: the script's docstring. model: the default of --model. kinds: the model types that the
+    doc: the script's docstring. model: the default of --model. model_types: those that the
     script takes.
     """
     parser = Parser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.set_defaults(kinds=kinds)
+    parser.set_defaults(model_types=model_types)
     presets, add = list(PRESETS), parser.add_argument
-    if GPT2.kind in kinds:
+    if GPT2.model_type in model_types:
         presets += GPT2_PRESETS
-    of = f"a {one_of([NAMES[kind] for kind in kinds])}"
+    of = f"a {one_of([NAMES[model_type] for model_type in model_types])}"
     add(
         "--model",
         default=model,

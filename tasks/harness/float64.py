@@ -10,8 +10,8 @@ from utils.llama import mixed_in
 
 def library_class(module):
     """Return a module's class in transformers, of which a technique may have made a subclass."""
-    kinds = type(module).__mro__
-    return next((kind for kind in kinds if kind.__module__.startswith("transformers.")), nn.Module)
+    bases = type(module).__mro__
+    return next((base for base in bases if base.__module__.startswith("transformers.")), nn.Module)
 
 
 def compute_in_float64(model):
@@ -22,19 +22,21 @@ def compute_in_float64(model):
     """
     for name, module in list(model.named_modules()):
         parent = model.get_submodule(name.rpartition(".")[0])
-        kind = library_class(module)
-        if kind.__name__.endswith("RMSNorm") and not isinstance(module, RMSNorm64):
+        library = library_class(module)
+        if library.__name__.endswith("RMSNorm") and not isinstance(module, RMSNorm64):
             x = torch.linspace(-1, 1, len(module.weight), dtype=torch.float64)
             weights, x = {"weight": x + 2}, x * torch.tensor([[1.0], [1e-3]])
-            fresh = kind(len(module.weight), module.variance_epsilon)  # without the module's hooks
+            fresh = library(
+                len(module.weight), module.variance_epsilon
+            )  # without the module's hooks
             before = functional_call(fresh, weights, x)
             # It stays the same object, which FSDP2 may know.
             module.__class__ = mixed_in(RMSNorm64, type(module))
-            fresh.__class__ = mixed_in(RMSNorm64, kind)
+            fresh.__class__ = mixed_in(RMSNorm64, library)
             same_function(module, functional_call(fresh, weights, x), before)
         elif type(module).__name__ == "GPT2Model":
             module.__class__ = mixed_in(GPT2Model64, type(module))
-        elif kind.__name__.endswith("RotaryEmbedding") and not isinstance(parent, Rotary64):
+        elif library.__name__.endswith("RotaryEmbedding") and not isinstance(parent, Rotary64):
             rotary = Rotary64(module)
             if module.inv_freq.device.type != "meta":
                 x = torch.zeros((), device=module.inv_freq.device)

@@ -158,7 +158,7 @@ class Run(Comparison):
 
     def __init__(self, args, device, watch):
         self.model, self.num_layers, self.json = args.model, args.num_layers, args.json
-        self.kinds, self.verbose = args.kinds, args.verbose
+        self.model_types, self.verbose = args.model_types, args.verbose
         self.compiles = getattr(args, "compile", False)
         self.device, self.dtype, self.seed = device, DTYPES[args.dtype], args.seed
         self.watch = watch
@@ -202,15 +202,15 @@ class Run(Comparison):
                 print(text, flush=True)
             dist.barrier()
 
-    def show(self, kind, reference, actual):
-        """Print `... kind (rank=r): tensor([first, ..., last])` of the reference and every rank.
+    def show(self, name, reference, actual):
+        """Print `... name (rank=r): tensor([first, ..., last])` of the reference and every rank.
 
         actual: None where another rank has it.
         """
         local = "another rank has it" if actual is None else brief(actual)
-        self.show_texts(kind, brief(reference), local)
+        self.show_texts(name, brief(reference), local)
 
-    def show_as_asked(self, title, kind, reference, actual):
+    def show_as_asked(self, title, name, reference, actual):
         """Print both as the assignment does, and run its own assertion: `check_allclose`.
 
         A blank line comes first. A batch of one is printed in its own shape; a larger one, which
@@ -218,19 +218,19 @@ class Run(Comparison):
         """
         self.print0("")
         self.show_texts(
-            kind,
+            name,
             *(
                 str(tensor.detach().clone().cpu()) if len(tensor) == 1 else brief(tensor)
                 for tensor in (reference, actual)
             ),
         )
-        what = {"outputs": "output", "input grad": "input_grad"}[kind]
+        what = {"outputs": "output", "input grad": "input_grad"}[name]
         self.check_allclose(title, what, actual, reference)
 
-    def show_texts(self, kind, reference, actual):
-        """Print what the reference has of this kind, and what every rank has."""
-        self.print0(f"Reference {kind} (rank=0): {reference}")
-        self.print_in_order(f"{self.mark}Parallel {kind} (rank={self.rank}): {actual}")
+    def show_texts(self, name, reference, actual):
+        """Print what the reference has under this name, and what every rank has."""
+        self.print0(f"Reference {name} (rank=0): {reference}")
+        self.print_in_order(f"{self.mark}Parallel {name} (rank={self.rank}): {actual}")
 
     def print0(self, text):
         """Print on rank 0."""
@@ -297,7 +297,7 @@ class Run(Comparison):
 
         if is_remote(name):
             self.together(fetch)
-        source = self.together(lambda: Source(name, self.num_layers, self.seed, self.kinds))
+        source = self.together(lambda: Source(name, self.num_layers, self.seed, self.model_types))
         config = source.config
         self.longest_sum = max(config.vocab_size, mlp_units(config), config.hidden_size)
         if self.device.type == "cuda":

@@ -22,8 +22,8 @@ def record_memory(function, device):
     and the profiler's own record, for `write_trace`. They are of tensors alone, not what kernels
     take beside the allocator.
     """
-    kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
-    with profile(activities=kinds, profile_memory=True) as recorded:
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
+    with profile(activities=activities, profile_memory=True) as recorded:
         function()
     blocks, at_peak, curve = {}, {}, []
     total = peak = 0

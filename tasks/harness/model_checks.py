@@ -165,11 +165,11 @@ def check_model(run, parallel, references, batch, loss=own_loss, reduce=None):
         actual = model_step(parallel, ids, mask, function, reduce)
         return [(a, *e) for a, e in zip(actual, expected, strict=True)]
 
-    def compare(name, kind, results, grads, where=(), own_error=0.0):
+    def compare(name, shown_as, results, grads, where=(), least_error=0.0):
         """Check a step, and show some of it. where: the part of the results to show."""
-        run.show(kind, results[1][where], results[0][where])
+        run.show(shown_as, results[1][where], results[0][where])
         run.show("input grad", grads[1][0], grads[0][0])
-        run.check(name, [results], own_error=own_error)
+        run.check(name, [results], least_error=least_error)
         run.check_same_bits(f"{name}, same bits on all ranks", results[0])
         run.check(f"{name}: input embeddings grad", [grads])
         run.check_gradients(f"{name}:", parallel, references, only)
@@ -183,7 +183,7 @@ def check_model(run, parallel, references, batch, loss=own_loss, reduce=None):
     (value, *losses), grads = step(from_loss)
     value = value.to(torch.promote_types(value.dtype, torch.float32))
     expected = [mean_loss(of_one, labels).to(value.dtype) for of_one in losses]
-    compare("loss", "loss", (value, *expected), grads, own_error=error_of_mean(*losses))
+    compare("loss", "loss", (value, *expected), grads, least_error=error_of_mean(*losses))
     check_own_loss(run, parallel, batch, edges, logits[0], value, loss)
     for reference in references[:1]:
         reference.requires_grad_(True)

@@ -96,10 +96,13 @@ class Trial:
             return [losses.detach()]
 
         (losses,) = run.reference_values(losses_of, self.references)
-        self.own_error, expected = error_of_mean(*losses), [mean_loss(of, labels) for of in losses]
+        self.least_error, expected = (
+            error_of_mean(*losses),
+            [mean_loss(of, labels) for of in losses],
+        )
         loss = step().to(expected[0].dtype)
         run.show("loss", expected[0], loss)
-        run.check("loss of the first step", [(loss, *expected)], own_error=self.own_error)
+        run.check("loss of the first step", [(loss, *expected)], least_error=self.least_error)
         run.check_same_bits("loss of the first step, same bits on all ranks", loss)
         compare_gradients(run, "gradients of the first step", model, self.references)
         model.zero_grad()
@@ -168,10 +171,12 @@ class Trial:
             where = f" from step {before} on" if before else ""
             self.compare(run, zip(*steps, strict=True), before, where, state)
             if run.dtype == torch.float64:
-                kinds = run.slices(model, self.references, lambda name: True, lambda p: p.detach())
+                categories = run.slices(
+                    model, self.references, lambda name: True, lambda p: p.detach()
+                )
                 name = f"parameters after {len(steps)} steps{where}"
-                for kind, pairs in kinds.items():
-                    run.compare(name, pairs, tolerance=1e-10, kind=kind)
+                for category, pairs in categories.items():
+                    run.compare(name, pairs, tolerance=1e-10, category=category)
                 run.check(name)
         self.references.clear()  # rank 0 has held three models so far
 
@@ -191,7 +196,7 @@ class Trial:
             if name == "learning rates":
                 run.check(f"{name}{where}", [pair[0][:2]], tolerance=1e-12 * self.args.lr)
             else:
-                run.check(f"{name} of {count} steps{where}", pair, own_error=self.own_error)
+                run.check(f"{name} of {count} steps{where}", pair, least_error=self.least_error)
 
 
 def check_fully_split(run, model, replicated):
@@ -203,8 +208,8 @@ def check_fully_split(run, model, replicated):
         return
     rest = [layer for layer in model.model.layers if not isinstance(layer, FSDPModule)]
     for parameter in model.parameters():
-        axes, kinds = parameter.device_mesh.mesh_dim_names, parameter.placements
-        if "dp" not in axes or kinds[axes.index("dp")].is_replicate():
+        axes, placements = parameter.device_mesh.mesh_dim_names, parameter.placements
+        if "dp" not in axes or placements[axes.index("dp")].is_replicate():
             rest.append(parameter)
     count = torch.tensor(float(len(rest)))
     run.check("weights, all split over dp", [(count, 0 * count)], tolerance=0.0)
@@ -307,7 +312,7 @@ def check_mean_loss(run, name, loss, reference, batches):
         (losses,) = run.reference_values(losses_of, run.references(reference))
     expected = [mean_loss(of, labels) for of in losses]
     loss = torch.tensor(loss, dtype=torch.float64).to(expected[0])
-    run.check(name, [(loss, *expected)], own_error=error_of_mean(*losses))
+    run.check(name, [(loss, *expected)], least_error=error_of_mean(*losses))
 
 
 def say_what_was_learnt(run, loss, rows, held):

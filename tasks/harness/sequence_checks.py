@@ -113,7 +113,7 @@ def check_packed(run, ids, parallel, references, reduce):
     reduce(parallel.parameters())
     value = value.to(torch.promote_types(value.dtype, torch.float32))
     expected = [mean_loss(of_one, labels).to(value.dtype) for of_one in losses]
-    run.check("packed documents: loss", [(value, *expected)], own_error=error_of_mean(*losses))
+    run.check("packed documents: loss", [(value, *expected)], least_error=error_of_mean(*losses))
     run.check_gradients("packed documents:", parallel, references, only)
     for model in (parallel, *references):
         model.zero_grad()

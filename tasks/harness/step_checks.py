@@ -52,7 +52,10 @@ class Reference:
                 parameter.requires_grad_(self.only(key))  # what is not compared takes no memory
         self.logits, self.input_grad = run.reference_values(step, self.models)
         losses = [token_losses(logits, labels) for logits in self.logits]
-        self.loss, self.own_error = [mean_loss(of, labels) for of in losses], error_of_mean(*losses)
+        self.loss, self.least_error = (
+            [mean_loss(of, labels) for of in losses],
+            error_of_mean(*losses),
+        )
         for model in self.models[: self.three]:
             copies = [copy.deepcopy(model), *(wider_copy(model) for _ in self.models[1:])]
             for one in copies:
@@ -91,7 +94,7 @@ class Reference:
         run.check(f"{name}: logits", pairs)
         loss = sum_of_parts(run, loss).to(self.loss[0].dtype)
         run.show("loss", self.loss[0], loss)
-        run.check(f"{name}: loss", [(loss, *self.loss)], own_error=self.own_error)
+        run.check(f"{name}: loss", [(loss, *self.loss)], least_error=self.least_error)
         pieces, grad = [], None
         while seen and sum(map(len, pieces)) < number:  # earlier outputs are of a trial for shapes
             y = seen.pop()
@@ -157,8 +160,8 @@ def compare_gradients(run, name, module, references, only=lambda name: True):
     values = [lambda parameter: parameter.grad]
     if run.dtype in WIDER:
         values.append(lambda parameter: parameter.exact_grad)
-    for kind, pairs in run.slices(module, references, only, *values).items():
-        run.compare(name, pairs, kind=kind)
+    for category, pairs in run.slices(module, references, only, *values).items():
+        run.compare(name, pairs, category=category)
     run.check(name)
 
 

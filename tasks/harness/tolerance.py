@@ -99,24 +99,24 @@ class Errors:
     """Measures of three things, for one tensor: the run's error, the reference's error, the values.
 
     norms: {"rms": (3, 1), "row": (3, rows), "column": (3, columns), ...}, float64. The scale is a
-    share already: its values count as 1. mean: the run's mean error. own_error: the reference's
-    largest error. together: {"row": how many neighbouring rows are measured as one, "column": ...},
-    if they are. fewer: norms of fewer neighbours, where more are measured together because they
-    share roundings.
+    share already: its values count as 1. mean: the run's mean error. reference_error: the
+    reference's largest error. together: {"row": how many neighbouring rows are measured as one,
+    "column": ...}, if they are. fewer: norms of fewer neighbours, where more are measured together
+    because they share roundings.
     """
 
     norms: dict
     mean: float
-    own_error: float
+    reference_error: float
     together: dict
     fewer: dict
     single: bool  # a matrix of one row or column
 
 
-def measure(actual, reference, exact, own_error=0.0):
+def measure(actual, reference, exact, least_error=0.0):
     """Return the `Errors` of three tensors of one shape.
 
-    own_error: what the reference's error is at least. Works in pieces of some rows, since the
+    least_error: what the reference's error is at least. Works in pieces of some rows, since the
     tensors may be most of the memory.
     """
     width = actual.shape[-1] if actual.dim() else 1
@@ -144,29 +144,29 @@ def measure(actual, reference, exact, own_error=0.0):
     meet = (rows[1].max() * columns[1].max() / whole[1, 0]).sqrt()
     largest[1] = torch.maximum(largest[1], meet.nan_to_num(0.0))
     together, fewer = {}, {}
-    for kind, means, dim, length in (("row", rows, 0, width), ("column", columns, 1, count)):
+    for name, means, dim, length in (("row", rows, 0, width), ("column", columns, 1, count)):
         if length < FEW:
             continue
         number = independent_roundings(*tensors[1:], dim, worst_parts(means))
         if number < min(FEW_ROUNDINGS, length / 2):  # few, though so many values can have more
             # A power of 2, so that a head's first row begins a group.
-            together[kind] = 2 ** round(math.log2(MANY / number))
-            neighbours = mean_of_neighbours(means, together[kind])
+            together[name] = 2 ** round(math.log2(MANY / number))
+            neighbours = mean_of_neighbours(means, together[name])
             shared = share_of_scales(neighbours)
             if shared > SHARED:
-                fewer[kind] = neighbours[:3].sqrt()
-                together[kind] *= 2 ** round(math.log2(FEW_ROUNDINGS * shared))
-                neighbours = mean_of_neighbours(means, together[kind])
+                fewer[name] = neighbours[:3].sqrt()
+                together[name] *= 2 ** round(math.log2(FEW_ROUNDINGS * shared))
+                neighbours = mean_of_neighbours(means, together[name])
             means = neighbours
         if means.shape[1] > 1:
-            norms[kind] = means[:3].sqrt()
-            if kind not in together:  # errors of few roundings do not average out
-                norms[f"{kind} scale"] = scales(means, length)
+            norms[name] = means[:3].sqrt()
+            if name not in together:  # errors of few roundings do not average out
+                norms[f"{name} scale"] = scales(means, length)
     if count * width >= FEW:
         norms["scale"] = scales(whole, count * width, part=False)
-    for kind, norm in (*norms.items(), *fewer.items()):
-        if "scale" not in kind:
-            norm[1].clamp_(min=own_error)
+    for name, norm in (*norms.items(), *fewer.items()):
+        if "scale" not in name:
+            norm[1].clamp_(min=least_error)
     single = actual.dim() > 1 and min(count, width) == 1
     return Errors(norms, total.item() / actual.numel(), own_largest, together, fewer, single)
 
@@ -231,23 +231,23 @@ def scales(means, number, part=True):
 
 
 def worst_relative(many):
-    """Return {kind: the largest of the references' errors of `many`, as a share of the values'}.
+    """Return {name: the largest of the references' errors of `many`, as a share of the values'}.
 
     Tensors that should be zero, and are rounding, are apart: their errors are many times their
     values, and would allow the others everything. For them there are {"rms of rounding": the
     largest error itself, "max of rounding": the same, "values of rounding": the rms of the values
     of the largest one}.
     """
-    worst = {kind: 0.0 for kind in (*WHOLE, *(kind + OF_ROUNDING for kind in (*APART, "values")))}
+    worst = {name: 0.0 for name in (*WHOLE, *(name + OF_ROUNDING for name in (*APART, "values")))}
     for errors in many:
         if is_rounding(errors):
-            found = {kind + OF_ROUNDING: errors.norms[kind][1] for kind in APART}
+            found = {name + OF_ROUNDING: errors.norms[name][1] for name in APART}
             found["values" + OF_ROUNDING] = errors.norms["rms"][2]
         else:
-            found = {kind: errors.norms[kind] for kind in errors.norms.keys() & set(WHOLE)}
-            found = {kind: norm[1] / norm[2] for kind, norm in found.items() if norm[2] > 0}
-        for kind, value in found.items():
-            worst[kind] = max(worst[kind], value.item())
+            found = {name: errors.norms[name] for name in errors.norms.keys() & set(WHOLE)}
+            found = {name: norm[1] / norm[2] for name, norm in found.items() if norm[2] > 0}
+        for name, value in found.items():
+            worst[name] = max(worst[name], value.item())
     return worst
 
 
@@ -258,7 +258,7 @@ def is_rounding(errors):
 
 
 def judge(many, dtype, worst, longest_sum=1):
-    """Yield (share of the limit, number, kind, part, error, allowed), by tensor and measure.
+    """Yield (share of the limit, number, name, part, error, allowed), by tensor and measure.
 
     many: the `Errors` of tensors whose usual errors are alike; number: a tensor's place among them.
     dtype: the run's. worst: `worst_relative` of those tensors, on all ranks. longest_sum: of how
@@ -271,27 +271,27 @@ def judge(many, dtype, worst, longest_sum=1):
     # Values as small as rounding elsewhere are rounding, too, though the error may be small here.
     small = worst["values" + OF_ROUNDING]
     apart = [is_rounding(e) or 0 < e.norms["rms"][2] <= small for e in many]
-    for (kind, limit), rounding in product(LIMITS.items(), (False, True)):
+    for (name, limit), rounding in product(LIMITS.items(), (False, True)):
         own = [
-            (number, errors.norms[kind])
+            (number, errors.norms[name])
             for number, errors in enumerate(many)
-            if kind in errors.norms
+            if name in errors.norms
             and apart[number] == rounding
-            and not (kind == "scale" and (errors.together or errors.single))
+            and not (name == "scale" and (errors.together or errors.single))
         ]
-        if not own or (rounding and kind not in APART):
+        if not own or (rounding and name not in APART):
             continue
-        usual = worst.get(kind)
+        usual = worst.get(name)
         if usual is None:
             others = [errors for errors, is_apart in zip(many, apart, strict=True) if not is_apart]
-            norms = [errors.fewer.get(kind, errors.norms.get(kind)) for errors in others]
+            norms = [errors.fewer.get(name, errors.norms.get(name)) for errors in others]
             norms = torch.cat([norm for norm in norms if norm is not None], dim=1)
             relative = (norms[1] / norms[2])[norms[2] > 0].sort().values
             usual = relative[int(0.99 * (len(relative) - 1))].item() if len(relative) else 0.0
         for number, (error, reference, size) in own:
-            least = max(usual, unit if kind == "scale" else of_sum) * size
+            least = max(usual, unit if name == "scale" else of_sum) * size
             if rounding:  # doubled for chance: of one token it is one number a head
-                least = torch.full_like(size, 2 * worst[kind + OF_ROUNDING])
+                least = torch.full_like(size, 2 * worst[name + OF_ROUNDING])
             scale = torch.maximum(reference, least)
             scale += torch.finfo(dtype).tiny  # smaller values may have been rounded to zero
             share = error / (limit * scale)
@@ -299,4 +299,4 @@ def judge(many, dtype, worst, longest_sum=1):
             share = share.masked_fill(~scale.isfinite(), torch.inf).nan_to_num(torch.inf)
             part = share.argmax().item()
             allowed = (limit * scale)[part].item()
-            yield share[part].item(), number, kind, part, error[part].item(), allowed
+            yield share[part].item(), number, name, part, error[part].item(), allowed

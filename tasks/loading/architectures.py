@@ -5,8 +5,8 @@ import transformers
 from utils.errors import UserError
 from utils.families import FAMILIES, GPT2, LLAMA, RELATIVES, family_of, layers_of
 
-ONLY_LLAMA, LLAMA_AND_GPT2 = (LLAMA.kind,), (LLAMA.kind, GPT2.kind)
-LLAMAS = (LLAMA.kind, *(family.kind for family in RELATIVES))
+ONLY_LLAMA, LLAMA_AND_GPT2 = (LLAMA.model_type,), (LLAMA.model_type, GPT2.model_type)
+LLAMAS = (LLAMA.model_type, *(family.model_type for family in RELATIVES))
 TAKE_GPT2 = "data_parallel.py, pipeline_threads.py and pipeline_llama.py"
 TAKE_LLAMAS = "Tasks 2 to 5, kv_cache.py and ring_attention.py"
 DROPOUTS = "resid_pdrop", "embd_pdrop", "attn_pdrop"  # GPT-2's, in its configuration
@@ -18,20 +18,30 @@ def one_of(names):
     return f"{', '.join(first)} or {last}" if first else last
 
 
-def refuse_family(name, kind, allowed):
+def refuse_family(name, model_type, allowed):
     """Raise UserError for a kind of model that a script does not take."""
-    if kind not in allowed:
-        others = TAKE_GPT2 if kind == GPT2.kind else TAKE_LLAMAS if kind in LLAMAS else None
-        others = f" ({others} take {kind}, too)" if others else ""
-        raise UserError(f"{name}: a {kind} model; this needs model_type {one_of(allowed)}{others}")
-    if not hasattr(transformers, FAMILIES[kind].config):
-        raise UserError(f"{name}: transformers {transformers.__version__} has no {kind} models")
+    if model_type not in allowed:
+        others = (
+            TAKE_GPT2
+            if model_type == GPT2.model_type
+            else TAKE_LLAMAS
+            if model_type in LLAMAS
+            else None
+        )
+        others = f" ({others} take {model_type}, too)" if others else ""
+        raise UserError(
+            f"{name}: a {model_type} model; this needs model_type {one_of(allowed)}{others}"
+        )
+    if not hasattr(transformers, FAMILIES[model_type].config):
+        raise UserError(
+            f"{name}: transformers {transformers.__version__} has no {model_type} models"
+        )
 
 
 def refuse_length(source, seq_len):
     """Raise UserError for more tokens than a model has positions: GPT-2's are in a table."""
     config = source.config
-    if config.model_type == GPT2.kind and seq_len > config.max_position_embeddings:
+    if config.model_type == GPT2.model_type and seq_len > config.max_position_embeddings:
         raise UserError(
             f"--seq-len {seq_len}: {source.name} has positions for "
             f"{config.max_position_embeddings} tokens"
@@ -40,7 +50,7 @@ def refuse_length(source, seq_len):
 
 def mlp_units(config):
     """Return the number of units inside the MLP of a layer."""
-    if config.model_type == GPT2.kind:
+    if config.model_type == GPT2.model_type:
         return config.n_inner or 4 * config.hidden_size
     return config.intermediate_size
 
@@ -50,7 +60,7 @@ def count_parameters(config):
     V, H = config.vocab_size, config.hidden_size
     L, F = config.num_hidden_layers, mlp_units(config)
     embeddings = V * H * (1 if config.tie_word_embeddings else 2)
-    if config.model_type == GPT2.kind:  # everything but the head has a bias
+    if config.model_type == GPT2.model_type:  # everything but the head has a bias
         attention, mlp, norm = 4 * H * H + 4 * H, 2 * H * F + F + H, 2 * H
         return (
             embeddings
@@ -71,7 +81,7 @@ def count_parameters(config):
 
 def without_dropout(config):
     """Set GPT-2's dropouts to 0, in place. Return what they were, {name: rate}; of a Llama, {}."""
-    if config.model_type != GPT2.kind:
+    if config.model_type != GPT2.model_type:
         return {}
     rates = {name: getattr(config, name) for name in DROPOUTS}
     for name in DROPOUTS:

@@ -92,15 +92,15 @@ class Source:
     every parameter's, by name. `generation` is the directory's GenerationConfig, None for random
     weights. `dropout` has the configuration's rates; they are 0 now, so that runs can be compared.
 
-    kinds: the model types that are taken.
+    model_types: the model types that are taken.
     """
 
-    def __init__(self, name, num_layers=None, seed=0, kinds=ONLY_LLAMA):
+    def __init__(self, name, num_layers=None, seed=0, model_types=ONLY_LLAMA):
         self.generation = None
         self.name, self.seed = name, seed
         self.files, self.directory = {}, None
         if name.startswith("random/"):
-            preset = find_preset(name, kinds)
+            preset = find_preset(name, model_types)
             layers = FAMILIES[preset["model_type"]].config_class(**preset).num_hidden_layers
             if num_layers is not None and not 1 <= num_layers <= layers:
                 raise UserError(f"--num-layers {num_layers}: {name} has 1 to {layers} layers")
@@ -109,7 +109,7 @@ class Source:
             if num_layers is not None:
                 raise UserError(f"--num-layers cuts random/ models short, not {name}")
             self.directory = find_directory(name)
-            settings = read_settings(self.directory, kinds)
+            settings = read_settings(self.directory, model_types)
             self.generation = read_generation(self.directory)
         self.settings = settings  # the form in which they are written out again
         self.family = FAMILIES[settings["model_type"]]
@@ -349,23 +349,23 @@ def from_pretrained(parallelize, name_or_folder, dtype=None, device="cpu"):
     name = str(name_or_folder)
     if is_remote(name):
         download(name)
-    source = Source(name, kinds=LLAMAS)
+    source = Source(name, model_types=LLAMAS)
     if isinstance(dtype, str):
         dtype = None if dtype == "auto" else getattr(torch, dtype)
     return source.load_model(dtype or source.dtype(), device, parallelize)
 
 
-def find_preset(name, kinds):
+def find_preset(name, model_types):
     """Return a random/ model's settings. Raise UserError if there are none, or of another kind."""
     presets = {
-        f"random/{preset}": {"model_type": family.kind} | settings
+        f"random/{preset}": {"model_type": family.model_type} | settings
         for family, of_family in ((LLAMA, PRESETS), (GPT2, GPT2_PRESETS))
         for preset, settings in of_family.items()
     }
     if name not in presets:
-        known = [preset for preset, of in presets.items() if of["model_type"] in kinds]
+        known = [preset for preset, of in presets.items() if of["model_type"] in model_types]
         raise UserError(f"--model {name}: no such preset; there are {', '.join(known)}")
-    refuse_family(name, presets[name]["model_type"], kinds)
+    refuse_family(name, presets[name]["model_type"], model_types)
     return presets[name]
 
 
@@ -452,7 +452,7 @@ def find_directory(name):
     return directory
 
 
-def read_settings(directory, kinds=ONLY_LLAMA):
+def read_settings(directory, model_types=ONLY_LLAMA):
     """Read config.json as transformers does, if it is one of these kinds of model.
 
     For another kind the library would build a 7B Llama, with a warning.
@@ -465,13 +465,13 @@ def read_settings(directory, kinds=ONLY_LLAMA):
     try:
         path.read_bytes()  # says why, where the file cannot be read
         settings, _ = LlamaConfig.get_config_dict(directory, local_files_only=True)
-        kind = settings.get("model_type")
+        model_type = settings.get("model_type")
     except OSError as error:
         said = f"cannot be read ({error.strerror})" if error.strerror else "not valid JSON"
         raise UserError(f"{path}: {said}") from None
     except Exception as error:  # whatever it holds instead
         raise UserError(f"{path}: not valid JSON for a model: {error!r}") from None
-    refuse_family(directory, kind, kinds)
+    refuse_family(directory, model_type, model_types)
     if settings.get("quantization_config"):
         raise UserError(f"{directory}: quantization_config: quantised models are not loaded")
     if settings.get("transformers_weights"):
@@ -485,7 +485,7 @@ def read_settings(directory, kinds=ONLY_LLAMA):
     for name in "rope_parameters", "rope_scaling":
         if not isinstance(settings.get(name) or {}, dict):
             raise UserError(f"{path}: {name} is {settings[name]!r}, not a dict")
-    return as_transformers_4(settings) if TRANSFORMERS_4 and kind in LLAMAS else settings
+    return as_transformers_4(settings) if TRANSFORMERS_4 and model_type in LLAMAS else settings
 
 
 def as_transformers_4(settings):

@@ -28,8 +28,8 @@ REDUCE = [  # (what is asked for, (what adds a part, whether to divide by their 
     (dist.ReduceOp.PRODUCT, (torch.mul, False)), (dist.ReduceOp.MIN, (torch.minimum, False)),
     (dist.ReduceOp.MAX, (torch.maximum, False)),
 ]  # fmt: skip
-DTYPES = [kind for kind in vars(torch).values() if isinstance(kind, torch.dtype)]
-NUMBERS = {kind: number for number, kind in enumerate(DTYPES)}  # the same on all ranks
+DTYPES = [dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)]
+NUMBERS = {dtype: number for number, dtype in enumerate(DTYPES)}  # the same on all ranks
 
 
 class Done(Work):
@@ -366,7 +366,7 @@ def reduce_into(out, how, parts):
 def operator_of(opts):
     """Return how to reduce: a number, and what REDUCE says. None: by gloo, if it can."""
     wanted = opts.reduceOp
-    return next(((i, *how) for i, (kind, how) in enumerate(REDUCE) if wanted == kind), None)
+    return next(((i, *how) for i, (operator, how) in enumerate(REDUCE) if wanted == operator), None)
 
 
 def told(how, tensor):

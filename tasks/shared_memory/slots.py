@@ -39,7 +39,7 @@ SAID, BEAT, PROCESS = 1, 3, 4  # places in a rank's line, behind its counter
 TAG = 3  # place in a pair's line; SAID and TAG have two words each, for two steps in turns
 SPIN_S, YIELD_S, LOOK_S = 2e-4, 1e-3, 0.1  # see `until`
 RECENT_S = 2  # a rank that noted so many seconds ago that it waits still waits
-KINDS = ["barrier", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"]
+OPERATIONS = ["barrier", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"]
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 WAITING = []  # memories with messages on their way: these go on while a rank waits for anything
 GOING_ON = Lock()  # held by the thread that moves the messages on
@@ -113,16 +113,16 @@ class SharedMemory:
         """Return the slot that this rank writes into in its next step; like: see `halves`."""
         return self.halves(like)[(self.steps + 1) % 2][self.me]
 
-    def meet(self, kind, nbytes=0, like=None, how=0):
+    def meet(self, operation, nbytes=0, like=None, how=0):
         """Take a step, after this rank's slot was written. Return all ranks' slots.
 
-        They may be read until this rank's next step. kind, nbytes, how (a number below 2**16): what
-        this rank believes that all ranks do. Raises RuntimeError where another does something else,
-        and `Missing`. like: see `halves`.
+        They may be read until this rank's next step. operation, nbytes, how (a number below 2**16):
+        what this rank believes that all ranks do. Raises RuntimeError where another does something
+        else, and `Missing`. like: see `halves`.
         """
         self.steps += 1
         words, n = self.words, self.steps
-        said = KINDS.index(kind) << 56 | how << 40 | nbytes
+        said = OPERATIONS.index(operation) << 56 | how << 40 | nbytes
         words[LINE * self.me + SAID + n % 2] = said
         words[LINE * self.me] = n
         for rank in self.ranks:
@@ -133,11 +133,11 @@ class SharedMemory:
                 )
             other = words[LINE * rank + SAID + n % 2]
             if other != said:
-                theirs = f"{KINDS[other >> 56]} of {other & 2**40 - 1}"
-                if theirs == f"{kind} of {nbytes}":
+                theirs = f"{OPERATIONS[other >> 56]} of {other & 2**40 - 1}"
+                if theirs == f"{operation} of {nbytes}":
                     theirs += ", with another operator, dtype or root"
                 raise RuntimeError(
-                    f"rank {self.me} is in {kind} of {nbytes} bytes, but rank "
+                    f"rank {self.me} is in {operation} of {nbytes} bytes, but rank "
                     f"{rank} of this group in {theirs}"
                 )
         return self.halves(like)[n % 2]

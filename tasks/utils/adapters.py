@@ -24,16 +24,16 @@ VIRTUAL_TOKENS = "PROMPT_TUNING", "P_TUNING", "MULTITASK_PROMPT_TUNING"
 
 def adapters_of(model):
     """Return the kinds of PEFT's adapters in a model's layers, by the names in `BY_TOKEN`."""
-    kinds = set()
+    names = set()
     for module in model.modules():
         if type(module).__module__.startswith("peft."):
             layer = getattr(module.forward, "__self__", module)  # X-LoRA's work for LoRA's
             _, *path = type(layer).__module__.split(".")
-            kinds.add(path[1] if path[0] == "tuners" else type(layer).__name__)
+            names.add(path[1] if path[0] == "tuners" else type(layer).__name__)
             active = getattr(layer, "active_adapters", ())
             variants = getattr(layer, "lora_variant", {})
-            kinds |= {type(x).__name__ for name, x in variants.items() if name in active}
-    return kinds
+            names |= {type(x).__name__ for name, x in variants.items() if name in active}
+    return names
 
 
 def check_prompt():
@@ -46,10 +46,10 @@ def check_prompt():
     while frame:
         if frame.f_globals.get("__name__") == "peft.peft_model":
             config = getattr(frame.f_locals.get("self"), "active_peft_config", None)
-            kind = config.peft_type.value if config and config.is_prompt_learning else None
-            if kind and kind not in VIRTUAL_TOKENS:
-                raise ValueError(f"{kind}: of PEFT's prompts only virtual tokens are right here: "
-                                 f"{', '.join(VIRTUAL_TOKENS)}")  # fmt: skip
+            peft_type = config.peft_type.value if config and config.is_prompt_learning else None
+            if peft_type and peft_type not in VIRTUAL_TOKENS:
+                raise ValueError(f"{peft_type}: of PEFT's prompts only virtual tokens are right "
+                                 f"here: {', '.join(VIRTUAL_TOKENS)}")  # fmt: skip
         frame = frame.f_back
 
 
@@ -63,7 +63,7 @@ def check_by_token(model):
 
 def refuse_adapters(model):
     """Raise ValueError for adapters (none is right on slices of weights), and by `check_prompt`."""
-    if kinds := adapters_of(model):
-        raise ValueError(f"{', '.join(sorted(kinds))}: PEFT's adapters do not know of slices of "
+    if names := adapters_of(model):
+        raise ValueError(f"{', '.join(sorted(names))}: PEFT's adapters do not know of slices of "
                          "weights; use them with sequence parallelism alone")  # fmt: skip
     check_prompt()

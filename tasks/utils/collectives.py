@@ -111,11 +111,11 @@ def group_of_axis(mesh):
 
 
 @cache  # each group is a communicator, with memory of its own
-def subgroup(group, kind, start, stop, step=1):
+def subgroup(group, name, start, stop, step=1):
     """Return the process group of `group`'s ranks [start:stop:step].
 
     All ranks of `group` call it together, each for its own subgroup, because NCCL may split the
-    communicator. kind: a name of the split, so that all ranks create a subgroup or all reuse one:
+    communicator. name: a name of the split, so that all ranks create a subgroup or all reuse one:
     PyTorch names a group by how many groups its rank has made. The timeout is `group`'s.
     """
     members = dist.get_process_group_ranks(group)[start:stop:step]

@@ -13,7 +13,7 @@ from torch import nn
 class Family:
     """A kind of model, by the library's names for its classes and for its parts."""
 
-    kind: str  # config.model_type
+    model_type: str  # config.model_type
     config: str
     model: str
     layer: str
@@ -38,12 +38,12 @@ class Family:
         return f"{self.base}.{self.embedding}.weight"
 
 
-def built_as_llama(kind, name):
+def built_as_llama(model_type, name):
     """Return a family whose parts have the names of a Llama's parts."""
     return Family(
-        kind=kind, config=f"{name}Config", model=f"{name}ForCausalLM", layer=f"{name}DecoderLayer",
-        base="model", layers="layers", embedding="embed_tokens", positions=None, norm="norm",
-        attention="self_attn",
+        model_type=model_type, config=f"{name}Config", model=f"{name}ForCausalLM",
+        layer=f"{name}DecoderLayer", base="model", layers="layers", embedding="embed_tokens",
+        positions=None, norm="norm", attention="self_attn",
     )  # fmt: skip
 
 
@@ -55,11 +55,11 @@ RELATIVES = (
     built_as_llama("smollm3", "SmolLM3"),
 )
 GPT2 = Family(
-    kind="gpt2", config="GPT2Config", model="GPT2LMHeadModel", layer="GPT2Block",
+    model_type="gpt2", config="GPT2Config", model="GPT2LMHeadModel", layer="GPT2Block",
     base="transformer", layers="h", embedding="wte", positions="wpe", norm="ln_f",
     attention="attn",
 )  # fmt: skip
-FAMILIES = {family.kind: family for family in (LLAMA, *RELATIVES, GPT2)}
+FAMILIES = {family.model_type: family for family in (LLAMA, *RELATIVES, GPT2)}
 
 
 def family_of(model):

@@ -352,9 +352,9 @@ def library_class(model):
 
     Raises ValueError for a model of another library.
     """
-    for kind in type(model).__mro__:
-        if kind.__module__.startswith("transformers."):
-            return kind
+    for base in type(model).__mro__:
+        if base.__module__.startswith("transformers."):
+            return base
     raise ValueError(f"{type(model).__name__}: not a model of transformers; give the one inside")
 
 

@@ -32,9 +32,9 @@ def bind(function, **given):
 
 
 @cache
-def mixed_in(ours, kind):
-    """Make a subclass of `ours` and of `kind`, a class of the library; `ours` has precedence."""
-    return type(ours.__name__, (ours, kind), {"ordinary": kind})
+def mixed_in(ours, theirs):
+    """Make a subclass of `ours` and of `theirs`, a class of the library; `ours` has precedence."""
+    return type(ours.__name__, (ours, theirs), {"ordinary": theirs})
 
 
 def rope_of(config):
@@ -44,8 +44,8 @@ def rope_of(config):
 
 def window_of(config):
     """Return how many tokens, itself included, a token sees in layers with a window, else None."""
-    kinds = getattr(config, "layer_types", None)
-    if getattr(config, "use_sliding_window", True) and (not kinds or "sliding_attention" in kinds):
+    types = getattr(config, "layer_types", None)
+    if getattr(config, "use_sliding_window", True) and (not types or "sliding_attention" in types):
         return getattr(config, "sliding_window", None)
     return None
 

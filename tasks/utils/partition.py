@@ -20,14 +20,14 @@ def shard_heads(num_heads, num_kv_heads, ranks, rank):
     """
     if ranks > num_heads:
         raise UserError(f"{num_heads} query heads: use 1 to {num_heads} ranks, not {ranks}")
-    group_size = num_heads // num_kv_heads
+    queries_per_kv = num_heads // num_kv_heads
     if ranks <= num_kv_heads:
         first, stop = shard_range(num_kv_heads, ranks, rank)
-        return (first * group_size, stop * group_size), (first, stop), (rank, rank + 1)
-    for group in range(num_kv_heads):
-        holders = shard_range(ranks, num_kv_heads, group)
+        return (first * queries_per_kv, stop * queries_per_kv), (first, stop), (rank, rank + 1)
+    for kv_head in range(num_kv_heads):
+        holders = shard_range(ranks, num_kv_heads, kv_head)
         if holders[0] <= rank < holders[1]:
-            start, stop = shard_range(group_size, holders[1] - holders[0], rank - holders[0])
-            start, stop = group * group_size + start, group * group_size + stop
-            return (start, stop), (group, group + 1), holders
+            start, stop = shard_range(queries_per_kv, holders[1] - holders[0], rank - holders[0])
+            start, stop = kv_head * queries_per_kv + start, kv_head * queries_per_kv + stop
+            return (start, stop), (kv_head, kv_head + 1), holders
     raise AssertionError(rank)

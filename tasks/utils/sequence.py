@@ -29,8 +29,8 @@ from utils.partition import shard_heads, shard_range
 from utils.settings import settings_of
 
 
-def convert_attention(model, kind, group, name, attend):
-    """Mix `kind` into a LlamaForCausalLM, whose layers then call `attend`; all of them get `group`.
+def convert_attention(model, mixin, group, name, attend):
+    """Mix `mixin` into a LlamaForCausalLM, whose layers then call `attend`; all get `group`.
 
     name: of `attend` in transformers' list. `model.before` keeps the model's configurations, which
     other models may share. Weights may be `keep_shard`'s slices. Raises ValueError as
@@ -59,7 +59,7 @@ def convert_attention(model, kind, group, name, attend):
         layer.self_attn.get_group = getter(group)
     guard(model, refuse_adapters_across_tokens)
     share_batches(model, group)
-    model.__class__, model.get_group = mixed_in(kind, type(model)), getter(group)
+    model.__class__, model.get_group = mixed_in(mixin, type(model)), getter(group)
     model.parts, model.multiple = group.size(), 1  # see `SequenceParallelLlama.padded`
 
 
@@ -94,9 +94,9 @@ def seq_len(tokens, group, length=None):
 
 def as_attention_takes(*tensors):
     """Return query, key and value in autocast's dtype, if it is on; RoPE made them float32."""
-    kind = tensors[0].device.type
-    if torch.is_autocast_enabled(kind) and tensors[0].dtype != torch.float64:
-        return [tensor.to(torch.get_autocast_dtype(kind)) for tensor in tensors]
+    device_type = tensors[0].device.type
+    if torch.is_autocast_enabled(device_type) and tensors[0].dtype != torch.float64:
+        return [tensor.to(torch.get_autocast_dtype(device_type)) for tensor in tensors]
     return tensors
 
 
@@ -145,8 +145,8 @@ class MaskInfo:
         """Return the MaskInfo whose `to_tensor` made the tensor."""
         if not tensor.shape[2]:
             return cls(tensor.shape[-1])
-        kind = "real" if tensor.dtype == torch.bool else "documents"
-        return cls(tensor.shape[-1], **{kind: tensor[:, 0, 0]})
+        field = "real" if tensor.dtype == torch.bool else "documents"
+        return cls(tensor.shape[-1], **{field: tensor[:, 0, 0]})
 
     def full(self):
         """Return (B, 1, S, S), True where a token may look, by `real`; None if only causal.

@@ -65,11 +65,11 @@ def shard_of(parameter):
     """
     if isinstance(parameter, DTensor):
         region = [slice(0, size) for size in parameter.shape]
-        mesh, kinds = parameter.device_mesh, enumerate(parameter.placements)
+        mesh, placements = parameter.device_mesh, enumerate(parameter.placements)
         # FSDP2 splits what a plan has split already, though FSDP2's axis is the mesh's first axis.
         # (PyTorch's own `__create_chunk_list__` is wrong for such regions where they are uneven.)
-        for axis, kind in sorted(kinds, key=lambda pair: type(pair[1]) is not Shard):
-            if (dim := getattr(kind, "dim", None)) is not None:
+        for axis, placement in sorted(placements, key=lambda pair: type(pair[1]) is not Shard):
+            if (dim := getattr(placement, "dim", None)) is not None:
                 start, length = region[dim].start, region[dim].stop - region[dim].start
                 chunk = -(-length // mesh.size(axis))  # as torch.chunk deals out
                 first = min(chunk * mesh.get_local_rank(axis), length)
