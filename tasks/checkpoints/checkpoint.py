@@ -76,7 +76,7 @@ class Checkpoints:
     def open(self, restart, resume):
         """Claim the folder, on rank 0. Return whether these ranks were started again in it."""
         folder, owner = self.folder, self.folder / ".job"
-        # Names this torchrun, which outlives its ranks: the folder is theirs if it has this name.
+        # The name of this torchrun, which outlives its ranks: a folder with this .job is theirs.
         job = f"{os.environ.get('TORCHELASTIC_RUN_ID')} {os.getppid()}"
         try:
             self.claim = Claim(folder, 10 if restart else 0)

@@ -194,7 +194,7 @@ def state_of(model, optimizer, parts, rank):
     for name, parameter in parameters_of(model).items():
         state = optimizer.state.get(parameter, {})
         tensors_of = {key: of for key, of in state.items() if torch.is_tensor(of)}
-        # A parameter that is one number has states that are one number; Adam's step is none of it.
+        # A scalar parameter's states are scalars that are split, too; Adam's step is not split.
         single = parameter.dim() == 0
         split = {k: of for k, of in tensors_of.items() if of.dim() or (single and k != "step")}
         for key, tensor in split.items():
@@ -222,7 +222,7 @@ def write_part(path, tensors):
 @torch.no_grad()
 def read_state(path, model, optimizer, parts, states):
     """Fill in this rank's parameters, and the optimizer's states of them; see `state_of`."""
-    # Adam's kernels that never wait for the device want its step there.
+    # Fused and capturable kernels, which never wait for the device, want Adam's step there.
     on_device = {
         parameter
         for settings in optimizer.param_groups
@@ -374,9 +374,9 @@ def load_training_state(model, optimizer, folder, group=None):
 
 
 def function_of(config):
-    """{setting: value} of a configuration, of what the same weights may mean something else by.
+    """Return {setting: value} of a configuration: settings that change what its weights compute.
 
-    As JSON has it, and alike in both generations of transformers. {} without a configuration.
+    Values are as JSON has them, the same for transformers 4 and 5. {} without a configuration.
     """
     if config is None:
         return {}
@@ -387,7 +387,7 @@ def function_of(config):
     names += "layer_types", "no_rope_layers"  # which layers have a window, and which RoPE
     found = {name: getattr(config, name, None) for name in names}
     found |= {"rope_theta": theta, "rope": rope, "sliding_window": window_of(config)}
-    if rope["rope_type"] in (*BY_LENGTH, "yarn"):  # which compare it with the length
+    if rope["rope_type"] in (*BY_LENGTH, "yarn"):  # these compare it with the length
         found["max_position_embeddings"] = config.max_position_embeddings
     return json.loads(json.dumps(found))
 

@@ -5,7 +5,7 @@ Compare:                checks, tolerance, wider, float64, generation, *_checks 
 Measure:                measure, memory_profile, budget
 Around the training:    epochs, gradient_files, finetune, pretraining
 
-`import harness` loads none of them; the first use of `harness.start` loads its module: see names.
+`import harness` loads none of them; the first use of `harness.start` loads its module, by names.py.
 """
 
 from utils import load_when_used

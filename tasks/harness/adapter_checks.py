@@ -14,7 +14,7 @@ from utils.losses import mean_loss, token_losses
 def whole_step(model, inputs):
     """Take the single rank's step, by plain PEFT's own forward. Return token losses and their mean.
 
-    The gradients stay in the model. inputs: what that forward takes, labels, too.
+    The gradients stay in the model. inputs: that forward's arguments, labels included.
     """
     kept = []
 
@@ -30,13 +30,13 @@ def whole_step(model, inputs):
 
 
 def expect_step(run, references, inputs):
-    """Return the references' losses of a step, and what their own error is at least."""
+    """Return the references' mean losses of a step, and the least error to assume for them."""
     losses, means = run.reference_values(lambda model: whole_step(model, inputs), references)
     return means, error_of_mean(*losses)
 
 
 def compare_adapter_gradients(run, name_of, model, references):
-    """Compare each trained parameter's gradient with the references' after their last step.
+    """Compare each trained parameter's gradient with what the references' last step has left.
 
     name_of(name): the check's name for a parameter.
     """
@@ -54,23 +54,23 @@ def check_training(
 ):
     """Check the first steps of the very training that follows. Return their losses.
 
-    Loss and gradients of each step are compared, from the same parameters, with a single-rank
-    run's. Then both optimizers get the run's gradients, and must make the same bits of them: where
-    a gradient is next to nothing, Adam, which divides it by its own size, makes a whole step of its
-    rounding.
+    Each step starts from the parameters of a single-rank run, and its loss and gradients are
+    compared with that run's. Then both optimizers get the parallel run's gradients, and must give
+    the same bits. (With gradients of their own they need not: Adam divides a gradient by its size,
+    so where it is nearly 0, rounding alone decides where a full step goes.)
 
-    reference: on rank 0, the same model and adapter, whole. compute(model, ids): the very function
-    that trains. batches: for each step (ids, the inputs of the same documents on the single rank).
-    optimizer_of(model): makes a new optimizer, as for the training. recomputes: how often a layer
-    should run in a step, which is counted; None: each technique that `alone` yields, (name,
-    techniques), is checked by itself.
+    reference: on rank 0, the same model and adapter, unsplit. compute(model, ids): the training's
+    own forward and backward. batches: for each step (ids, the same documents as the single rank's
+    inputs). optimizer_of(model): makes a new optimizer, as for the training. recomputes: how many
+    forwards of a layer a step should take, which are counted; None: instead, each (name,
+    techniques) of `alone` is checked by itself.
     """
     references, before = run.references(reference), copy_of(trained_parameters(model))
     optimizers = [optimizer_of(one) for one in (model, *references[:1])]
     calls, layer = [], llama_of(model).model.layers[0]
     counted = recomputes and not run.compiles  # a compiler decides by itself what runs again
     if counted:
-        # A hook before, since recomputing stops early.
+        # A pre-hook: a recomputation stops early, before a forward hook would be called.
         hook = layer.mlp.register_forward_pre_hook(lambda *_: calls.append(1.0))
     steps = [check_step(run, model, references, optimizers, compute, *batch) for batch in batches]
     if counted:
@@ -122,7 +122,7 @@ def check_step(run, model, references, optimizers, compute, ids, inputs):
 def check_again(run, losses, checked, deterministic):
     """Check that the training's first steps had the losses that `check_training` returned."""
     first = checked.new_tensor(losses[: len(checked)])
-    # The bits are the same, unless a GPU's attention, not --deterministic, rounds otherwise.
+    # The same bits, except on a GPU without --deterministic, where attention may round otherwise.
     bound = 0.0 if run.device.type == "cpu" or deterministic else 2**-7 * first.abs().max().item()
     run.check("losses of the training, as checked", [(first, checked)], bound)
 
@@ -130,8 +130,8 @@ def check_again(run, losses, checked, deterministic):
 def check_in_float32(run, model, compute, ids, expected, least_error):
     """Check the loss once more with the same weights in float32.
 
-    In bfloat16 a label that got lost may change the loss by less than rounding does. The same steps
-    in float32 round 2**16 times more finely, so the bound is that much nearer.
+    In bfloat16 a lost label may change the loss by less than rounding does. float32 rounds 2**16
+    times more finely, so the tolerance here is that much smaller.
     """
     _, exact = expected
     model.zero_grad()
@@ -170,7 +170,7 @@ def copy_of(parameters):
 
 @torch.no_grad()
 def restore(model, values):
-    """Set what is trained to values, {name: tensor}."""
+    """Set the trained parameters to `values`, {name: tensor}."""
     for name, parameter in trained_parameters(model).items():
         parameter.copy_(values[name])
 

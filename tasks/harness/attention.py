@@ -1,4 +1,4 @@
-"""Which of a GPU's attention kernels a run takes, in Hugging Face's models, too."""
+"""Which attention kernels a run uses on a GPU, also inside Hugging Face's models."""
 
 from functools import partial
 
@@ -41,7 +41,7 @@ def sdpa(before, module, query, key, value, attention_mask, *args, is_causal=Non
 
 
 def kernels_of(device, dtype, head_dim):
-    """Return {calls: the kernel that takes them} for a model's heads on a GPU. See `kernel_of`."""
+    """Return {kind of call: its kernel, in words} for a model's heads on a GPU; see `kernel_of`."""
     long, short = (torch.empty(1, 1, S, head_dim, dtype=dtype, device=device) for S in (1024, 16))
     seen = torch.ones(1, 1, 16, 16, dtype=torch.bool, device=device)
     kernels = {

@@ -31,7 +31,7 @@ def limited_to_budget(run, strategy, budget):
 
 
 def warm_up_adam(run):
-    """Take a step of Adam on one number: what PyTorch imports for it is no part of a budget."""
+    """Take a step of Adam on one number, so that a budget does not count what that imports."""
     number = torch.nn.Parameter(torch.zeros(1, device=run.device))
     number.grad = torch.zeros_like(number)
     torch.optim.AdamW([number]).step()
@@ -52,17 +52,17 @@ def error_of_loss(run, batch):
 def numbers_at_peak(run, by_layer):
     """Return how many numbers a rank of P holds at most in a step of few tokens with FSDP2.
 
-    Its shares of weights and of Adam's states are 3 W / P. In the backward a unit holds its
-    full gradients, and a copy as the reduce-scatter's input; finished units keep only a shard. The
-    root unit, which has what no layer has, is full from the forward on. Beyond the shares the peak
-    is the larger of these, with L layers; "head" is the gradient of the head:
+    The model has W parameters and L layers. The shards of weights and of Adam's two states are
+    3 W / P. In the backward a unit holds its full gradients, and a copy as the reduce-scatter's
+    input; finished units keep only a shard. The root unit, all that is in no layer, is full from
+    the forward on. The peak is the larger of these, beyond the shards ("head": its gradient alone):
 
         4 layers + root + head + (L - 2) layers / P     a layer, when the next one is gathered
         2 roots + (W - root) / P                        the root, at the end
 
-    If the model is one unit, it is the root: 3 W / P + 2 W. (The CPU copies once more those
-    gradients whose rows do not divide by P. A tied head has a gradient of its own, which is added
-    to the embedding's.)
+    If the model is one unit, it is the root: 3 W / P + 2 W. (At the end more may be added: a CPU
+    copies the root's gradients whose rows do not divide by P once more, and a tied head has a
+    gradient of its own beside the embedding's.)
     """
     P, model = run.world_size, run.source.empty_model()
     layers = layers_of(model) if by_layer else []

@@ -17,7 +17,7 @@ from utils.shards import ReplicatedKVLinear, shard_of
 # Allowed difference in float64, as a share of the largest reference value. A parallel run adds the
 # same products in another order, so it is off by a few roundings, of 1e-16, times the square root
 # of the number of additions: about 1e-14. In float32 and bfloat16 it is measured: `tolerance.py`.
-# Values that should be zero, and are rounding, may be off by FLOOR of the check's largest value.
+# Values that should be zero hold rounding: they may be off by FLOOR of the check's largest value.
 TOLERANCE, FLOOR = 1e-10, 1e-13
 NAME_WIDTH = 69  # characters, so that a check is one line of at most 100
 HIDES = 0.1  # a reference that is off by such a share of its values hides too much
@@ -28,11 +28,11 @@ OTHERWISE = "golden", "last loss"
 class Comparison:
     """The comparing half of `job.Run`. Every method is called by all ranks together."""
 
-    longest_sum = 1  # how many products a value of the model is a sum of, at most
+    longest_sum = 1  # the most products that a single value of the model adds up
     verbose = False  # whether all that a check measured is printed
 
     def references(self, module):
-        """Return on rank 0 [its whole module, the same in a wider dtype if any]; elsewhere []."""
+        """Return on rank 0 [module, the same in the next wider dtype, if any]; elsewhere []."""
         if self.rank:
             return []
         return [module, *([widen(module)] if self.dtype in WIDER else [])]
@@ -40,9 +40,9 @@ class Comparison:
     def reference_values(self, function, references):
         """Return what function(module) gives for the references, on every rank.
 
-        function returns tensors. The result has a tuple for each, with its value for every
-        reference. What is float64 in a float32 run comes as float32, which is off by half a unit in
-        its last place.
+        function returns a list of tensors. The result has a tuple for each tensor, with its values
+        for all references. float64 values of the wider reference are sent as float32, which rounds
+        them by half a unit in the last place at most.
         """
         values = [function(module) for module in references]
         shape = self.broadcast((len(values), len(values[0])) if values else None)
@@ -59,10 +59,10 @@ class Comparison:
         """Compare pairs as a part of a check; `check` of the same name, later, gives the verdict.
 
         pairs: of tensors of one shape, (actual, reference), or (actual, reference, exact). `exact`
-        is the wider reference's in a run in float32 or bfloat16. With it, errors are differences
-        from it, and `tolerance.judge` decides. tolerance: an absolute bound; by default `TOLERANCE`
-        of the largest value of a pair. least_error: see `tolerance.measure`. category: pairs of one
-        category, within a check, are those whose usual errors are alike.
+        is the wider reference's value, in float32 and bfloat16 runs: errors are then differences
+        from `exact`, and `tolerance.judge` decides. tolerance: an absolute bound instead; without
+        `exact` by default `TOLERANCE` of the largest value of a pair. least_error: see
+        `tolerance.measure`. category: groups the pairs of a check whose usual errors are alike.
         """
         found, measured = self.compared.setdefault(name, ([], {}))
         for actual, reference, *exact in pairs:
@@ -170,16 +170,16 @@ class Comparison:
         self.check(f"golden {name}", [(ends, torch.tensor(golden).to(ends))], tolerance=5.1e-5)
 
     def shards(self, module):
-        """Return for every rank {name: its region, see `shard_of`} of its parameters."""
+        """Return, for every rank, {parameter's name: the region that it holds}: see `shard_of`."""
         return self.gather_objects({n: shard_of(p) for n, p in module.named_parameters()})
 
     def slices(self, module, references, only, *values):
         """Return {category: generator of (this rank's value, the reference's slice, ...)}.
 
-        module: this rank's share. references: see the method. values: functions of a parameter. The
-        first gives this rank's value and the full one; each further one gives another value of the
-        full parameter. Parameters of one category, one in each layer, go together; only(name)
-        leaves some out.
+        module: this rank's share. references: from the method of that name. only(name): whether to
+        take a parameter. values: functions of a parameter; the first is called with this rank's
+        parameter and the full one, the others with the full one alone. A category is a parameter of
+        all layers: see `category_of`.
         """
         local = dict(module.named_parameters())
         full = dict(references[0].named_parameters()) if references else {}
@@ -199,11 +199,11 @@ class Comparison:
         return {category: pairs(names) for category, names in categories.items()}
 
     def check_weights(self, title, module, references, only=lambda name: True, unsplit=("norm",)):
-        """Check that shards are slices of the full weights, and all else is equal on all ranks.
+        """Check, to the bit, that each rank's weights are the reference's or slices of them.
 
-        Both are exact. Together the ranks must have all of a weight. unsplit: words in the names of
-        parameters that a rank may have in full. "" is in every name, so then this is not checked.
-        Any other parameter that is left unsplit, or split with everything on one rank, fails.
+        Together the ranks must have all of a weight. Any weight that one rank has in full fails,
+        unless its name has a word of `unsplit` in it ("" is in every name), or it is a bias, is of
+        a KV layer that several ranks share, or has a dim with fewer elements than there are ranks.
         """
         categories = self.slices(module, references, only, lambda parameter: parameter.detach())
         pairs = (pair for category in categories.values() for pair in category)
@@ -215,7 +215,7 @@ class Comparison:
             for name in filter(only, sizes)
             if not covered(sizes[name], [shard[name] for shard in shards if name in shard])
         ]
-        added = {name for shard in shards for name in shard} - sizes.keys()  # a head, tied before
+        added = {name for shard in shards for name in shard} - sizes.keys()  # a head that was tied
         count = torch.tensor(float(len(missing) + len(added)))
         self.check(f"{title} weights, nothing left out", [(count, 0 * count)], 0.0)
         if "" in unsplit:
@@ -264,7 +264,7 @@ class Comparison:
             if self.rank == rank:
                 size = [part.stop - part.start for part in shard]
                 local = received = sent if rank == 0 else sent.new_empty(size)
-            if rank:  # a collective, not `send`, as all ranks must count alike: see watchdog.py
+            if rank:  # no `send`: watchdog.py needs the same count of collectives on all ranks
                 got, given = [0] * self.world_size, [0] * self.world_size
                 got[0], given[rank] = received.numel(), sent.numel()
                 dist.all_to_all_single(received.view(-1), sent.reshape(-1), got, given)
@@ -288,7 +288,7 @@ class Comparison:
         bound by rounding. (One rank in float32, held against float64, misses it too: tp_mlp.py.)
 
         what, against: how the line names the two tensors, which have one shape. The line shows the
-        rank that misses most elements, and of these the one that is furthest off.
+        rank that misses the most elements, and its element that is furthest beyond its bound.
         """
         assert actual.shape == reference.shape, (what, actual.shape, reference.shape)
         wide = torch.promote_types(reference.dtype, torch.float32)
@@ -332,7 +332,7 @@ def covered(size, regions):
         {0} | {edge for region in regions for edge in (region[dim].start, region[dim].stop)}
         for dim in range(len(size))
     ]
-    # From one edge to the next, a region has all or nothing: so the first place tells.
+    # Between neighbouring edges a region has all or nothing, so the first index stands for all.
     corners = product(*(of_dim - {length} for of_dim, length in zip(edges, size, strict=True)))
     return all(
         any(
@@ -344,7 +344,7 @@ def covered(size, regions):
 
 
 def nearest_of(many, dtype, worst, longest_sum):
-    """Return the record of a check by `tolerance.judge`: of the tensor nearest to a limit."""
+    """Judge a check's tensors, by `tolerance.judge`; return a record of the nearest to a limit."""
     judged = list(judge(many, dtype, worst, longest_sum))
     share, nearest, measure_name, part, *numbers = max(judged, key=lambda found: found[0])
     (largest,) = (found for found in judged if found[1:3] == (nearest, "max"))

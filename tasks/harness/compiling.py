@@ -22,11 +22,11 @@ def compile_layers(model, device):
     compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
     if device.type == "cpu" and not shutil.which(compiler):
         raise UserError(f"--compile: on a CPU it needs a C++ compiler; there is no {compiler}")
-    # Each layer has its own part of a cache, and would be compiled anew for it.
+    # With a KV cache each layer would be compiled anew, for its own part of the cache.
     model.config.use_cache = model.generation_config.use_cache = False
-    # A function is compiled for each kind of input that it meets. Too many of them are an error:
-    # else it would go on uncompiled, and what is checked would be something else. (Older PyTorch
-    # warns.)
+    # A function is compiled anew for each kind of input. Too many compilations are made an error:
+    # else PyTorch would run the function uncompiled, and the checks would not be of compiled code.
+    # (Older PyTorch warns.)
     for name, value in RECOMPILING.items():
         if hasattr(torch.compiler.config, name):
             setattr(torch.compiler.config, name, value)
@@ -35,7 +35,7 @@ def compile_layers(model, device):
 
 
 def time_first_forward(model, tell):
-    """Call tell(seconds) behind the first forward of a model, in which layers are compiled."""
+    """Call tell(seconds) after a model's first forward, the one in which layers are compiled."""
     base, begin = base_of(model), []
 
     def before(*_):

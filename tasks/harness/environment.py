@@ -77,7 +77,7 @@ def read_environment():
 
 
 def join_store():
-    """Return the ranks' common store, for this start attempt of torchrun's alone, and the rank."""
+    """Return the store that only this torchrun attempt's ranks share, and this rank's number."""
     try:
         timeout = datetime.timedelta(seconds=START_S)
         store, rank, _ = next(dist.rendezvous("env://", timeout=timeout))
@@ -98,7 +98,7 @@ def end_with_parent(signal_number=signal.SIGTERM):
 def end_with_torchrun():
     """End this process when torchrun ends; on Linux.
 
-    Workers would live on if torchrun is killed, each in a session of its own. The same holds for a
+    Each worker has a session of its own, and would outlive a killed torchrun. The same holds for a
     script that starts its ranks itself: see `processes`.
     """
     if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
@@ -113,7 +113,7 @@ def end_with_torchrun():
 
 
 def end_sibling(rank):
-    """Kill another rank of this machine; if it were stopped, torchrun would wait half a minute."""
+    """Kill another rank of this machine: torchrun would wait half a minute for a stopped one."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         for process in psutil.Process(os.getppid()).children():
             with suppress(psutil.Error):
@@ -198,7 +198,7 @@ def choose_device(wanted, shared=False):
     os.environ.setdefault("TORCH_NCCL_USE_COMM_NONBLOCKING", "0")
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
-        # Else this attempt would end by what a timeout of the last one left in torchrun's store.
+        # Else a timeout of the last attempt, noted in torchrun's store, would end this one, too.
         os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
     return device, None
 
@@ -278,9 +278,9 @@ def share_gpus(ranks):
 def agree(store, rank, world_size, args, device):
     """Refuse ranks that were started with different flags or libraries; torchrun cannot tell.
 
-    They compare through the store, before there are collectives, in which ranks of different
-    devices would never meet. Returns notes on GPUs that differ and on versions of libraries that
-    are not tested, whether all ranks can share memory, and each rank's `Sharing`.
+    The ranks compare through the store, before any collective: in one, ranks of different devices
+    would never meet. Returns notes on GPUs that differ and on versions of libraries that are not
+    tested, whether all ranks can share memory, and each rank's `Sharing`.
     """
     local = {f"--{name.replace('_', '-')}": str(value) for name, value in vars(args).items()}
     local |= {name: version(name) for name in TESTED} | {"the device": device.type}

@@ -54,8 +54,8 @@ def estimate(run, batch_size, seq_len):
 def activations_by_article(config, batch_size, seq_len):
     """Return how many numbers a forward keeps, by an article's formula: B S (2 V + L (6 H + N S)).
 
-    It has the scores of N heads, which fused kernels do not keep, and nothing of what is in the
-    MLP. `figures/plan/estimate.py --article` puts it beside this project's own.
+    The formula counts the scores of N heads, which fused kernels do not keep, and nothing inside
+    the MLP. `figures/plan/estimate.py --article` puts it beside this project's own.
     """
     scores = config.num_attention_heads * seq_len
     of_layers = config.num_hidden_layers * (6 * config.hidden_size + scores)
@@ -72,13 +72,13 @@ def print_workers(run):
 def expect_training(run, reference, batches, epochs, lr):
     """Return `losses_alone`; None without epochs, or where changes by steps are not compared.
 
-    reference: a `step_checks.Reference`, which says so.
+    reference: a `step_checks.Reference`; its `three` says whether they are compared.
     """
     return losses_alone(run, batches, epochs, lr) if epochs and reference.three else None
 
 
 def losses_alone(run, batches, epochs, lr):
-    """Return the references' losses on the ranks' batches: of steps and epochs' validation."""
+    """Return the references' losses on all ranks' batches: see `losses_of_training`."""
     steps, validation = ([gather_batch(run, batch)[1] for batch in each] for each in batches)
 
     def curve(model):
@@ -149,7 +149,7 @@ def print_epoch(run, record):
 
 
 def losses_of_epochs(records):
-    """Return all losses in one list: of each epoch the steps', then that of its validation."""
+    """Return all losses in one list: for each epoch its steps', then its validation loss."""
     of_epochs = ([*record["losses"], record["validation_loss"]] for record in records)
     return list(chain.from_iterable(of_epochs))
 
@@ -157,7 +157,7 @@ def losses_of_epochs(records):
 def print_pace(run, name, records, more):
     """Print mean time and speed of the epochs but the first, which warms up; return the times.
 
-    records: for each epoch a list with each rank's. more: is added to the line of the speed.
+    records: for each epoch, the list of all ranks' records. more: text behind the speed.
     """
     counted = records[1:] or records
     times = [statistics.mean(record["training_time_s"] for record in ranks) for ranks in counted]
@@ -184,7 +184,7 @@ def bytes_kept(model, step):
 
     def pack(tensor):
         storage = tensor.untyped_storage()
-        # Asked each time: FSDP2's parameters are whole, no DTensors, only while their layer runs.
+        # Asked each time: FSDP2's parameters are full, no DTensors, only while their layer runs.
         whole = (p for p in model.parameters() if not isinstance(p, DTensor))
         if storage.data_ptr() not in {p.untyped_storage().data_ptr() for p in whole}:
             kept[storage.data_ptr()] = storage.nbytes()

@@ -62,7 +62,7 @@ def adapter_config(peft, num_virtual_tokens=32, lora_rank=8):
 def load_adapted(run, config, parallelize=None, checkpointing=False):
     """Load the model of --model with an adapter, seeded: the same on every rank.
 
-    config: see `adapter_config`. checkpointing: whether Hugging Face's own way recomputes layers.
+    config: see `adapter_config`. checkpointing: whether to use Hugging Face's own checkpointing.
     """
     model = run.load_model(parallelize)
     model.config.use_cache = False  # there is nothing to generate
@@ -171,7 +171,7 @@ def possible_techniques(run, model, techniques):
 
 
 def each_alone(run, model):
-    """Yield (name, techniques) of what is checked by itself, where device and model allow it."""
+    """Yield (name, techniques) for each entry of ALONE that the device and the model allow."""
     for name, flags in ALONE.items():
         techniques = Techniques(*flags, tile_tokens=7)
         if techniques.offload and run.device.type != "cuda":
@@ -183,16 +183,16 @@ def each_alone(run, model):
 
 
 def warm_up(run, model, compute):
-    """Take a step of as few tokens as can be: then threads and libraries have what they keep."""
+    """Take a step of very few tokens, so that threads and libraries allocate what they keep."""
     compute(model, torch.zeros(1, max(2, run.world_size), dtype=torch.long, device=run.device))
     model.zero_grad()
     aside = torch.nn.Parameter(torch.zeros(1, device=run.device))
     aside.grad = torch.zeros_like(aside)
-    torch.optim.Adam([aside]).step()  # its imports take more than it keeps
+    torch.optim.Adam([aside]).step()  # importing it takes more memory than stays
 
 
 def within_budget(run, budget, shape, function):
-    """Call function() with no more than `budget` bytes, if given; what does not fit is one line.
+    """Call function() within `budget` bytes, if given; too little memory is one error line.
 
     shape: of a batch, (sequences, positions). Raises UserError where memory is short.
     """
@@ -214,10 +214,9 @@ def within_budget(run, budget, shape, function):
 def follow(run, training, losses, steps, save):
     """Take the steps of `training`; time and print each, with a bar in a terminal.
 
-    training: yields a step's loss, and whether a signal ends the training there. losses: of the
-    steps so far, one each; this training's are added, until there are `steps`. save(now): called
-    after each step; now: whether it is the last. Returns the steps' seconds, and whether a signal
-    ended them.
+    training: yields a step's loss, and whether a signal ends the training there. losses: one for
+    each step so far; new ones are appended, until there are `steps`. save(now): called after each
+    step; now: whether it is the last. Returns the steps' seconds, and whether a signal ended them.
     """
     seconds, interrupted = [], False
     bar = tqdm(total=steps, initial=len(losses), disable=run.rank > 0 or None, unit="step")
@@ -238,8 +237,8 @@ def follow(run, training, losses, steps, save):
 def identity_of_finetuning(flags, config, model, ids):
     """Return what must be the same for a checkpoint to be continued, {name: value}.
 
-    flags: {name: value}. model: without its adapter. Some values of each frozen weight count; of
-    every weight where none is frozen. ids: all that is trained on.
+    flags: {name: value}. model: without its adapter. A sample of each frozen weight's values is
+    hashed; if none is frozen, of every weight's. ids: all that is trained on.
     """
     every = list(model.parameters())
     kept = [p for p in every if not p.requires_grad] or every
@@ -268,7 +267,7 @@ def report_training(run, positions):
 
 
 def save_result(run, model, checkpoints):
-    """Write on rank 0 the adapter, or model and tokenizer, as PEFT and transformers have them."""
+    """Write on rank 0 the adapter, or model and tokenizer, as PEFT or transformers would."""
     if run.rank == 0:
         final = checkpoints.result
         try:

@@ -17,8 +17,8 @@ def library_class(module):
 def compute_in_float64(model):
     """Make a float64 model's norms and rotary tables float64; Hugging Face has them in float32.
 
-    Without it a float64 comparison is blunt: the final norm rounds differences below 1e-8 away. It
-    is done alike to the reference and to the parallel model, and works on any module.
+    Otherwise a float64 comparison is blunt: the final norm rounds differences below 1e-8 away. The
+    reference and the parallel model are changed alike. Works on any module.
     """
     for name, module in list(model.named_modules()):
         parent = model.get_submodule(name.rpartition(".")[0])
@@ -30,7 +30,7 @@ def compute_in_float64(model):
                 len(module.weight), module.variance_epsilon
             )  # without the module's hooks
             before = functional_call(fresh, weights, x)
-            # It stays the same object, which FSDP2 may know.
+            # The module stays the same object, because FSDP2 may hold it.
             module.__class__ = mixed_in(RMSNorm64, type(module))
             fresh.__class__ = mixed_in(RMSNorm64, library)
             same_function(module, functional_call(fresh, weights, x), before)
@@ -47,26 +47,26 @@ def compute_in_float64(model):
 
 
 def same_function(module, ours, theirs):
-    """Raise RuntimeError if what takes the place of `module` gives something else, beyond rounding.
+    """Raise RuntimeError if the replacement of `module` gives other values, beyond rounding.
 
-    Else a mistake here would be in all float64 results alike; and in float32, where the tolerance
-    comes from the distance to float64, it would allow everything.
+    A mistake in a replacement would be in all float64 results alike, so no check would see it. And
+    it would make float32's tolerance, which is the distance to float64, allow everything.
     """
     if not (ours - theirs).abs().max() <= 1e-4 * theirs.abs().max():  # so a NaN fails, too
         raise RuntimeError(f"{type(module).__name__}: in float64 it is another function")
 
 
 class RMSNorm64:
-    """LlamaRMSNorm's own part, the forward, with mean and root in float64."""
+    """LlamaRMSNorm's forward, with mean and root in float64; mixed into a module's class."""
 
     def forward(self, x):
         return F.rms_norm(x, x.shape[-1:], self.weight, self.variance_epsilon)
 
 
 class GPT2Model64:
-    """GPT2Model with a float64 mask, in which float64's least number has to fit.
+    """GPT2Model whose mask is float64.
 
-    transformers 4 makes the mask in the default dtype.
+    transformers 4 makes the mask in the default dtype, where float64's lowest number does not fit.
     """
 
     def forward(self, *args, **kwargs):

@@ -54,9 +54,9 @@ def encode_prompts(run, prompts, new_tokens):
 
 
 def other_settings(settings):
-    """Return the names of a GenerationConfig's settings that could make less likely tokens.
+    """Return the names of a GenerationConfig's settings that could change the likeliest tokens.
 
-    Those that only choose among samples do not count. settings: may be None.
+    Settings of sampling alone, such as top_k, do not count. settings: may be None.
     """
     found = settings.to_diff_dict() if settings else {}
     return sorted(name for name, value in found.items() if value and name not in HARMLESS)
@@ -137,8 +137,9 @@ def check_text(run, tokens, expected, references, mask, how="", show=True):
     if run.dtype == torch.float64 or not apart:
         run.check(name, [(tokens, expected)], tolerance=0.0)
         return
-    # By rounding, two tokens may tie. Where a text parts from the reference's, these two must have
-    # tied: each of both logits may be off by twice the reference's largest error in that place.
+    # Where a text first differs from the reference's, rounding must have decided between the two
+    # tokens. So their exact logits may differ by 4 times the reference's largest error there: each
+    # may be off by twice that error.
     run.check_same_bits(f"{name}, same on all ranks", tokens)
     for row in (tokens != expected).any(dim=1).nonzero().flatten().tolist():
         at = (tokens[row] != expected[row]).nonzero()[0].item()

@@ -74,6 +74,6 @@ def compare_files(run, args):
         }:
             raise UserError(f"{folder}: the file of rank {rank} has other tensors than rank 0's")
         pairs = [(grads[name], grad) for name, grad in first.items()]
-        differ = sum(fingerprint([a]) != fingerprint([b]) for a, b in pairs)  # -0 is no 0
+        differ = sum(fingerprint([a]) != fingerprint([b]) for a, b in pairs)  # -0 and 0 differ
         pairs.append((torch.tensor(float(differ)), torch.tensor(0.0)))
         run.check(f"process {rank}: the gradients' bits are process 0's", pairs, tolerance=0.0)

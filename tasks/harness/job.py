@@ -107,7 +107,7 @@ def start(args, body, init_process_group=dist.init_process_group):
         os._exit(1)  # at once: NCCL's end would wait for the other ranks
     dist.destroy_process_group()
     sys.stdout.flush()
-    os._exit(0)  # not through the interpreter's end, which gloo's threads may outlive and abort
+    os._exit(0)  # no ordinary exit: gloo's threads may outlive the interpreter, and abort
 
 
 def prepare_process(deterministic):
@@ -169,7 +169,7 @@ class Run(Comparison):
         torch.manual_seed(args.seed)
 
     def mesh(self, axis):
-        """Return all ranks as a DeviceMesh of one axis of this name, by the existing process group.
+        """Return a DeviceMesh of one axis, named `axis`: all ranks, in the existing process group.
 
         A technique takes one axis: this one, or one of a mesh of two, such as mesh["tp"].
         """
@@ -177,7 +177,7 @@ class Run(Comparison):
         return DeviceMesh.from_group(world, self.device.type, mesh_dim_names=(axis,))
 
     def mesh_2d(self, outer, inner, columns):
-        """Return all ranks as a DeviceMesh of two axes; neighbours are along the inner one."""
+        """Return all ranks as a DeviceMesh of two axes; the inner one has neighbouring ranks."""
         world, first = dist.group.WORLD, self.rank // columns * columns
         of_column = subgroup(world, "column", self.rank - first, self.world_size, columns)
         groups = [of_column, subgroup(world, "row", first, first + columns)]
@@ -211,7 +211,7 @@ class Run(Comparison):
         self.show_texts(name, brief(reference), local)
 
     def show_as_asked(self, title, name, reference, actual):
-        """Print both as the assignment does, and run its own assertion: `check_allclose`.
+        """Print both tensors as the assignment does, and run its assertion: `check_allclose`.
 
         A blank line comes first. A batch of one is printed in its own shape; a larger one, which
         the assignment does not have, is printed flat: see `brief`.

@@ -1,7 +1,7 @@
 """Time and memory, measured so that the numbers mean something.
 
-Contenders are interleaved in one run, the device is synchronised, the slowest rank counts, and what
-is quoted is the median of the ratios of measurements of the same turn.
+Contenders take turns in one run, the device is synchronised, and the slowest rank counts. A quoted
+ratio of times is the median of the ratios within each turn.
 """
 
 import copy
@@ -34,7 +34,7 @@ REPEATS_HELP = (
 
 @contextmanager
 def kept_memory():
-    """Let this process keep what it frees, so that times are of what is computed.
+    """Let this process keep the memory that it frees, so that only computing is timed.
 
     Else glibc hands large blocks back to the system at once. To touch them anew, as every step's
     gradients do, takes as long as a good part of the step; how long depends on what the machine
@@ -60,10 +60,10 @@ def interleave(run, contenders, repeats=None, warmup=2, keep=True):
     take more than LIMIT_S.
 
     contenders: {name: function}; a function yields a phase's name when the phase is done. All ranks
-    run all contenders; in one that is rank 0's alone, the others yield at once. Each turn begins
-    with another of them, for what ran before may matter.
+    run all contenders; in one that works on rank 0 alone, the other ranks yield at once. Each turn
+    begins with another contender, because what ran before may matter.
 
-    keep: see `kept_memory`; not for contenders whose memories do not fit side by side.
+    keep: whether to use `kept_memory`: not if the contenders' memory does not fit side by side.
     """
     seconds, names = {name: {} for name in contenders}, list(contenders)
     limit, spent = float("inf") if repeats else LIMIT_S, 0.0
@@ -95,7 +95,7 @@ def threads_alone(run):
 
 @contextmanager
 def num_threads(count):
-    """Within it, kernels on the CPU have so many threads."""
+    """Give kernels on the CPU `count` threads, as a context."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -107,7 +107,7 @@ def num_threads(count):
 def training_step(model, ids, threads, reduce=None):
     """Run, as a contender, the forward and the backward of the loss; then `reduce`, if given.
 
-    model: None on ranks that wait for another, whose turn it is. ids: (B, S). reduce(parameters):
+    model: None on ranks that only wait, because rank 0 runs alone. ids: (B, S). reduce(parameters):
     sums gradients.
     """
     with num_threads(threads):
@@ -131,7 +131,7 @@ def ratio(ours, theirs):
 
 @contextmanager
 def limited_memory(device, budget):
-    """Within it, this process gets no more than `budget` bytes beyond what it has; None: no limit.
+    """Limit this process, as a context, to `budget` bytes beyond what it has; None: no limit.
 
     What does not fit fails as it does when a device is full. On CUDA the limit applies to the
     caching allocator's reserved segments, fragmentation included; free blocks in the segments of
@@ -259,8 +259,8 @@ def measure_time(run, reference, parallel, ids, repeats=None, reduce=None):
 def measure_costs(run, seq_len, repeats=5):
     """Return the seconds of each layer's forward and backward, as measured on rank 0.
 
-    The first layer's include the embedding, the last one's the LM head: they are in its stage. All
-    ranks return the same list.
+    The first layer's include the embedding, the last one's the LM head, because a pipeline's stages
+    do. All ranks return the same list.
     """
     costs, config = [], copy.deepcopy(run.source.config)
     if run.rank == 0:
@@ -305,7 +305,7 @@ def say_if_short(run, seconds):
 
 
 def measure_memory(run, parallelize, ids, reduce=None):
-    """Print the peak memory of loading the model and one step, on one rank and on each."""
+    """Print the peak memory of loading the model and of a step: one rank alone, and each rank."""
 
     def load_and_step(parallelize=None):
         model = run.load_model(parallelize)
@@ -332,7 +332,7 @@ def measure_bytes(run, forward, layers, formula, exact=True):
 
     forward(): runs the forward of all layers, and returns what the backward starts from. formula:
     bytes that a rank sends, on average: one number for both directions, or (forward, backward).
-    exact: whether the formula holds for this backend; else the numbers are printed alone.
+    exact: whether the formula holds for this backend; else the numbers are printed, not checked.
     """
     result, pair = [], isinstance(formula, tuple)
     both = [bytes_sent(run, lambda: result.append(forward())),

@@ -19,8 +19,8 @@ def record_memory(function, device):
     """Record what function() allocates on `device`, without what was there before.
 
     Returns the bytes over time, [(seconds, bytes), ...], the blocks at the peak, {address: bytes},
-    and the profiler's own record, for `write_trace`. They are of tensors alone, not what kernels
-    take beside the allocator.
+    and the profiler's own record, for `write_trace`. Only what PyTorch's allocator gives counts:
+    tensors, not memory that kernels take by themselves.
     """
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
     with profile(activities=activities, profile_memory=True) as recorded:
@@ -45,7 +45,7 @@ def allocations(recorded, device):
 
     (`export_memory_timeline` reads them, too; but PyTorch is about to drop it.)
     """
-    # They are in the profiler's tree of what ran, and this is how PyTorch itself reads that.
+    # The events are in the profiler's tree of what ran, which PyTorch itself reads in this way.
     left = list(recorded.profiler.kineto_results.experimental_event_tree())
     while left:
         event = left.pop()
@@ -84,7 +84,7 @@ def record_step(model, ids, columns):
     curve, blocks, recorded = record_memory(step, ids.device)
     weights = sum(parameter.nbytes for parameter in parameters)
     gradients = {(p.grad.data_ptr(), p.grad.nbytes) for p in parameters}
-    alike = {p.nbytes for p in parameters if p.nbytes > 2**20}  # new gradients, to be added
+    alike = {p.nbytes for p in parameters if p.nbytes > 2**20}  # gradients not yet added to .grad
     parts = dict.fromkeys(PARTS_OF_PEAK, 0)
     for address, size in blocks.items():
         values = size / (ids.numel() * columns)  # a row less, where labels are shifted
@@ -100,7 +100,7 @@ def record_step(model, ids, columns):
 
 
 def trace_of(path, name):
-    """Return the file of one of several traces: trace.TP.json, if `path` is trace.json, of TP."""
+    """Return the file of one of several traces: trace.TP.json for trace.json and the name TP."""
     stem, dot, suffix = path.name.partition(".")
     return path.with_name(f"{stem}.{name.replace(' + ', '_').replace(' ', '_')}{dot}{suffix}")
 

@@ -36,8 +36,8 @@ def show_model(
     workload: a `flags.Workload`. parallelize(model): shards a LlamaForCausalLM in place.
     loss(model, labels, **inputs): the parallel model's mean loss. unsplit: words in the names of
     the parameters that are not split. also(prompt, batch, parallel, references): further checks,
-    before the measurements. reduce(tensors): is called after a backward with parameters and inputs,
-    if their gradients need it.
+    before the measurements. reduce(tensors): sums gradients over the ranks after a backward, of
+    parameters and inputs; None: the technique has done so.
     """
     prompt, _ = encode_prompts(run, [workload.prompt], workload.new_tokens)
     batch = make_batch(run, workload.batch_size, workload.seq_len)
@@ -88,11 +88,11 @@ def plain_loss(model, labels, **inputs):
 
 
 def error_of_mean(losses, exact=None):
-    """Return what the error of a reference's mean loss counts as at least, for `Run.check`.
+    """Return the least error to assume for a reference's mean loss: `Run.check`'s least_error.
 
     A mean's error is below the rms error of its terms, here the token losses. That rms depends less
-    on chance than the error of one number. So this is the rms divided by its limit: a run's mean
-    may be as far off as the rms.
+    on chance than the error of one number. So this is the rms divided by LIMITS["rms"], by which
+    `tolerance.judge` multiplies: a run's mean may be as far off as the rms.
     """
     if exact is None:
         return 0.0
@@ -102,7 +102,7 @@ def error_of_mean(losses, exact=None):
 
 @torch.no_grad()
 def expect_loss(run, references, ids):
-    """Return the references' mean losses of ids (B, S), and what their own error is at least."""
+    """Return the references' mean losses of ids (B, S), and the least error to assume for them."""
     (losses,) = run.reference_values(
         lambda model: [token_losses(model(ids).logits, ids)], references
     )
@@ -194,9 +194,9 @@ def number_of_parameters(source):
 
 
 def compared_layers(run):
-    """Return a function: whether a parameter's gradient is compared, by its name.
+    """Return a function of a parameter's name: whether its gradient is compared.
 
-    Of a large model only some layers' gradients are.
+    In a large model only some layers' gradients are.
     """
     last = run.source.config.num_hidden_layers - 1
     if number_of_parameters(run.source) <= 100e6:
@@ -220,7 +220,7 @@ def shard_edges(run, parallel, ids):
 def check_inputs(run, parallel, references, batch, edges):
     """Check that padding is not attended to, and that embeddings are the whole model's rows."""
     ids, mask, _ = batch
-    # Other padding must leave the logits behind it the same.
+    # Other tokens as padding must not change the logits of the tokens behind it.
     other = torch.where(mask == 0, (ids + 1) % run.source.config.vocab_size, ids)
     pair = [parallel(**embed(parallel, i, mask)).logits[mask == 1] for i in (other, ids)]
     run.check("logits, whatever the padding", [pair], tolerance=0.0)
@@ -235,10 +235,10 @@ def check_inputs(run, parallel, references, batch, edges):
 
 @torch.no_grad()
 def check_own_loss(run, parallel, batch, edges, logits, value, loss):
-    """Compare the loss with the one of the run's own logits, within the loss's own rounding.
+    """Compare the loss with the loss of the run's own logits; only the loss's rounding may differ.
 
-    Against a reference that is off itself, above all in bfloat16, a loss that is taken the wrong
-    way might pass. Labels at the edges of all shards, which the text may lack, are checked, too.
+    Against a reference with errors of its own, above all in bfloat16, a wrongly computed loss might
+    pass. Labels at the edges of all vocabulary shards, which the text may lack, are checked, too.
     """
     ids, mask, labels = batch
     if run.compiles:  # the graph with gradients may round otherwise

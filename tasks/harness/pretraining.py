@@ -115,7 +115,7 @@ class Trial:
         return self.args.lr * ramp * math.cos(math.pi / 2 * after) ** 2
 
     def train_alone(self, run, model, first, stop, state):
-        """Return losses, norms of all gradients and learning rates of these steps, in float64.
+        """Train for these steps. Return losses, norms of all gradients and rates, as float64.
 
         state: what the model and AdamW begin with, from `ShardedCheckpoints.full_state`; {}: they
         begin as they are.
@@ -134,8 +134,8 @@ class Trial:
             optimizer.zero_grad()
             loss = plain_loss(model, labels, input_ids=ids, use_cache=False)
             loss.backward()
-            # The kernel of clip_grad_norm_, too: in float32 its error in the norm is larger than
-            # the one from the gradients' errors, and the reference has to have it.
+            # By the kernel that clip_grad_norm_ uses: in float32 its own error in the norm exceeds
+            # the one that the gradients' errors cause, so the reference must have it, too.
             norm = vector_norm(torch.stack([vector_norm(p.grad) for p in parameters]))
             for parameter in parameters:
                 parameter.grad *= min(1, 1 / (norm.item() + 1e-6))
@@ -147,12 +147,12 @@ class Trial:
         return [torch.tensor(of, dtype=torch.float64) for of in (losses, norms, rates)]
 
     def check_steps(self, run, model, training, losses, checkpoints):
-        """Compare loss, norm and learning rate of each first step, and the parameters after them.
+        """Compare loss, norm and learning rate of the first steps, and the parameters after them.
 
         Parameters are compared in float64 alone: where a gradient is nearly 0, Adam's step is as
         long as elsewhere, and goes where rounding points. training: see `saving`. losses: those so
-        far. If there are any, the training goes on from a checkpoint: they are compared, and then
-        the next steps with those that the reference takes from the whole checkpoint.
+        far, if it goes on from a checkpoint. Then they are compared, and so are the next steps: the
+        reference takes these from the full state of that checkpoint.
         """
         before = len(losses)
         if not self.steps:
@@ -216,7 +216,7 @@ def check_fully_split(run, model, replicated):
 
 
 def number_of_steps(run, args, rows):
-    """Return --steps; or, given --epochs, how many whole batches of the rows those are."""
+    """Return --steps or, given --epochs, the number of whole batches in so many epochs."""
     if args.epochs is None:
         return args.steps
     batches = len(rows) // args.batch_size
@@ -329,7 +329,7 @@ def say_what_was_learnt(run, loss, rows, held):
 
 
 def export(run, model, tokenizer, checkpoints, batches, loss):
-    """Write what plain transformers loads, whole or not at all, and check it by doing that.
+    """Write a model that plain transformers loads, whole or not at all; check it by loading it.
 
     checkpoints: its `result` is the folder. batches: (ids, labels) each, of all ranks. loss: the
     ranks' own mean loss of them. Rank 0 continues the first row by the model that was written.

@@ -1,7 +1,7 @@
 """Ranks that a script starts itself, as `torch.multiprocessing.Process`es of this machine.
 
 Each gets the variables that torchrun would set, so that `job.start` works in it as under torchrun.
-The script's process holds the store at which they meet. When one of them fails, it ends the others.
+The script's process holds the store at which the ranks meet, and ends all of them when one fails.
 """
 
 import os
@@ -52,7 +52,7 @@ def variables(rank, world_size, port):
         "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size, "GROUP_WORLD_SIZE": 1,
         "MASTER_ADDR": ADDRESS, "MASTER_PORT": port,
         "TORCHELASTIC_RUN_ID": f"processes of {os.getpid()}", "TORCHELASTIC_RESTART_COUNT": 0,
-        # Rank 0, too, finds the store in this process.
+        # The store is in this process: rank 0 connects to it, as the others do.
         "TORCHELASTIC_USE_AGENT_STORE": True,
     }  # fmt: skip
     return {name: str(value) for name, value in values.items()}
@@ -60,7 +60,7 @@ def variables(rank, world_size, port):
 
 @contextmanager
 def environment_of(values):
-    """Within it the environment has these values, too; processes started here inherit them."""
+    """Add values to the environment, as a context; processes started in it inherit them."""
     before = os.environ.copy()
     os.environ |= values
     try:
@@ -72,7 +72,7 @@ def environment_of(values):
 
 @contextmanager
 def ended_together(processes):
-    """Within it processes run; at its end, whatever it is, each is asked to stop, and then killed.
+    """End the processes when this context ends, in whatever way: ask each to stop, then kill it.
 
     A signal that would stop this process raises SystemExit in it, and so ends them, too.
     """

@@ -25,7 +25,7 @@ def show_sequence(
     Those are of text by `.generate`, hidden states of each rank's tokens, packed documents, and
     bytes. formula(model, B, S), exact: as `measure_bytes` takes them. tokens_of(model, S): the
     tokens whose hidden states a rank has, if not those of `model.tokens(S)`. unsplit: see
-    `show_model`; "" is in every name, so then no weight is split.
+    `show_model`; "" is in every name, so then a rank may have all weights in full.
     """
     run.mark, reduce = "S", partial(sum_gradients, mesh=mesh)
 
@@ -71,7 +71,7 @@ def check_hidden_states(run, batch, parallel, references, tokens):
 def check_packed(run, ids, parallel, references, reduce):
     """Compare rows of several documents, whose positions restart, with the unmodified model.
 
-    The documents' first tokens have no label: nothing before them tells of them. ids: (B, S);
+    The first token of a document has no label, because nothing before it predicts it. ids: (B, S);
     reduce: see `show_model`.
     """
     B, S = ids.shape
@@ -80,7 +80,7 @@ def check_packed(run, ids, parallel, references, reduce):
         return
     places, rows = torch.arange(S, device=ids.device).expand(B, -1), torch.arange(B)[:, None]
     # Even rows: documents of one token, of few, and longer ones, in each row at other places. Odd
-    # rows: one of one token, and the rest.
+    # rows: a document of one token, and one of all other tokens.
     starts = torch.tensor([0, 1, 3, S // 3, S // 2 + 1])
     starts = (starts + rows * (starts > 1)) * ((rows % 2 == 0) | (starts < 2))
     starts = starts.to(ids.device)[..., None]
@@ -102,7 +102,7 @@ def check_packed(run, ids, parallel, references, reduce):
         value.backward()
         return [result.detach()]
 
-    def only(name):  # the keys, which borders hide, and the embedding, before all layers
+    def only(name):  # keys, which other documents must not see; and what is before all layers
         return "layers.0.self_attn.k_proj.w" in name or "embed_tokens" in name
 
     for reference in references[:1]:

@@ -129,14 +129,14 @@ def compares_changes(run):
 
 
 def sum_of_parts(run, loss):
-    """Return the loss, float64, of which each rank has a part, a tensor or a number."""
+    """Sum all ranks' parts of a loss, each a tensor or a number, in float64."""
     return run.gather(torch.as_tensor(loss, dtype=torch.float64, device=run.device)).sum()
 
 
 def check_copies(run, title, module, value=lambda parameter: parameter):
     """Check that all ranks' copies of a parameter, or its gradient, are the same bits, by SHA-256.
 
-    value(parameter): the tensor that is meant.
+    value(parameter): the tensor to compare.
     """
     local = {(key, str(shard_of(p))): p for key, p in module.named_parameters()}
     everyone = run.gather_objects(list(local))
@@ -145,13 +145,13 @@ def check_copies(run, title, module, value=lambda parameter: parameter):
         [(part, fingerprint([local_part(value(local[part]))])) for part in copied if part in local]
     )
     if copied:
-        # How many hashes there are beyond one for each of these.
+        # How many hashes there are beyond one for each copied region.
         more = torch.tensor(float(len(set(chain(*hashes))) - len(copied)))
         run.check(title, [(more, 0 * more)], 0.0)
 
 
 def blank(logits, mask):
-    """Set logits to 0 where a token is padding: there each version makes something else of them."""
+    """Set logits to 0 where a token is padding: what they are there differs by implementation."""
     return logits.masked_fill(mask[..., None] == 0, 0)
 
 

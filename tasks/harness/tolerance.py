@@ -15,33 +15,33 @@ about as far off; which of the two is nearer is chance. Chance averages out in a
     row scale, column scale     the same, of each row and of each column
 
 Rows and columns are there for what the whole hides: a head or a token whose values are small, and
-wrong. The scale is there for bfloat16: errors of single values, of 5 % there, average out in it,
-but what is left out, or counted twice, does not.
+wrong. The scale is there for bfloat16: single values are off by 5 %, and such errors average out in
+the scale, but what is left out, or counted twice, does not.
 
 2. The reference's error counts as no less than each of these, since by chance it may be small:
 
-    * the usual error, relative to the values' norm. Of a whole tensor: as in the worst tensor of
-      the check (the same weight in all layers, on all ranks). Of rows and columns: what one of a
-      hundred exceeds.
+    * the usual error, relative to the values' norm. For a whole tensor: that of the worst tensor
+      in the check (the same weight in all layers, on all ranks). For rows and columns: the 99th
+      percentile.
     * one rounding
     * for the largest error: what is to be expected where the worst row and the worst column meet
     * for a scale: what independent errors of n values give, 1 / sqrt(n) of their rms, and no less
       than a 24th of it, for errors are not quite independent
-    * an eighth of what the longest sum makes of random roundings, each as likely up as down (not
+    * an eighth of the error that random roundings, up or down alike, cause in the longest sum (not
       for a whole tensor's scale, in which roundings average out)
 
 The last is there because some kernels add more carefully than others. A CPU's library adds the
-products of up to three rows one after the other, and of four rows in blocks: for 32,000 random
-products the sum is off by 4.6e-6 and by 4.3e-7 of it. A rank of few tokens has the first, where the
-reference has the second. If the tokens are one and the same, all have the same error, which no sum
-over them averages out.
+products of up to three rows one after the other, and of four rows in blocks: a sum of 32,000 random
+products is off by 4.6e-6 of itself in the first way, by 4.3e-7 in the second. A rank of few tokens
+adds in the first way, the reference in the second. If all tokens are the same, all have the same
+error, which no sum over them averages out.
 
 3. A row or column whose values are smaller than the reference's error has no scale that says
 anything: there the reference's scale counts as off by the rms.
 
-4. A tensor that should be zero has no parts and no scale. Such is the gradient of the queries where
-each token sees only itself. Its rms and its largest value are held against those of the largest of
-such tensors in the check.
+4. Of a tensor that should be zero, no rows, columns or scale are judged. (The gradient of the
+queries is one, where each token sees only itself.) Its rms and its largest value are compared with
+those of the largest such tensor in the check.
 
 5. Rows with few independent roundings are measured together with their neighbours: so many rows
 that they have MANY roundings between them, as a head has. (Columns: the same.)
@@ -51,8 +51,8 @@ the gradient of its output. The error of row i is the sum of (error of d_t[i]) x
 roundings as there are tokens, however long the row is. The d_t[i] is a sum itself. Its rounding is
 as large as the sum's terms, so it is about the same for all i, while the sum may be next to
 nothing. Among thousands of rows of one token's gradient there is one where the sum is next to
-nothing, and where the reference happens to have rounded right: then its error and its values are
-both far too small to measure by. (For columns d and x change places.)
+nothing, and where the reference happens to have rounded right: then the reference's error and the
+values are both far too small to measure by. (For columns d and x change places.)
 
 How many independent roundings a row has is seen in the reference's errors: where they come from one
 token, those of all rows have one direction. So nobody has to say how many tokens there were, and
@@ -78,8 +78,8 @@ from itertools import product
 
 import torch
 
-# How many times the reference's error is allowed. figures/bench/tolerance.py measures how far right
-# runs come: most to about 1, and none to three quarters of these.
+# How many times the reference's error is allowed. figures/bench/tolerance.py measures how far
+# correct runs come: most to about 1, and none to three quarters of these limits.
 LIMITS = {"rms": 8.0, "row": 16.0, "column": 16.0, "max": 16.0}
 LIMITS |= {"scale": 16.0, "row scale": 32.0, "column scale": 32.0}
 WHOLE = "rms", "max", "scale"  # one number a tensor
@@ -101,8 +101,8 @@ class Errors:
     norms: {"rms": (3, 1), "row": (3, rows), "column": (3, columns), ...}, float64. The scale is a
     share already: its values count as 1. mean: the run's mean error. reference_error: the
     reference's largest error. together: {"row": how many neighbouring rows are measured as one,
-    "column": ...}, if they are. fewer: norms of fewer neighbours, where more are measured together
-    because they share roundings.
+    "column": ...}, if they are. fewer: the norms by the groups of rule 5, where rule 6 has made
+    larger groups.
     """
 
     norms: dict
@@ -116,8 +116,8 @@ class Errors:
 def measure(actual, reference, exact, least_error=0.0):
     """Return the `Errors` of three tensors of one shape.
 
-    least_error: what the reference's error is at least. Works in pieces of some rows, since the
-    tensors may be most of the memory.
+    least_error: what the reference's error counts as at least. Works in pieces of some rows, since
+    the tensors may be most of the memory.
     """
     width = actual.shape[-1] if actual.dim() else 1
     tensors = [tensor.detach().reshape(-1, width) for tensor in (actual, reference, exact)]
@@ -180,9 +180,9 @@ def worst_parts(means):
 def independent_roundings(reference, exact, dim, parts):
     """Return how many independent roundings the error of a row has (dim 0), or of a column (dim 1).
 
-    parts: indices of the rows that tell. In a space of n dimensions, the squared cosine of two
-    random directions is 1/n in the mean. The rows' errors lie in such a space if n tokens made
-    them.
+    parts: indices of the rows, or columns, to look at. In a space of n dimensions, the squared
+    cosine of two random directions is 1/n in the mean. The rows' errors lie in such a space if n
+    tokens made them.
     """
     parts = parts.to(reference.device)
     errors = reference.index_select(dim, parts).double() - exact.index_select(dim, parts).double()
@@ -206,7 +206,7 @@ def mean_of_neighbours(means, number):
 
 
 def share_of_scales(means):
-    """Return how much of the reference's squared error a scale of each part explains, in the mean.
+    """Return the mean share of the reference's squared error that a part's own scale explains.
 
     means: (5, n), of n parts of a tensor. The whole tensor's scale is taken out before: all parts
     share that one.
@@ -231,12 +231,11 @@ def scales(means, number, part=True):
 
 
 def worst_relative(many):
-    """Return {name: the largest of the references' errors of `many`, as a share of the values'}.
+    """Return {measure: the largest of the reference's errors in `many`, relative to the values}.
 
-    Tensors that should be zero, and are rounding, are apart: their errors are many times their
-    values, and would allow the others everything. For them there are {"rms of rounding": the
-    largest error itself, "max of rounding": the same, "values of rounding": the rms of the values
-    of the largest one}.
+    Tensors that should be zero are kept apart: their errors are many times their values, and would
+    allow the other tensors everything. For them there are {"rms of rounding": the largest error
+    itself, "max of rounding": the same, "values of rounding": the largest rms of their values}.
     """
     worst = {name: 0.0 for name in (*WHOLE, *(name + OF_ROUNDING for name in (*APART, "values")))}
     for errors in many:
@@ -261,14 +260,14 @@ def judge(many, dtype, worst, longest_sum=1):
     """Yield (share of the limit, number, name, part, error, allowed), by tensor and measure.
 
     many: the `Errors` of tensors whose usual errors are alike; number: a tensor's place among them.
-    dtype: the run's. worst: `worst_relative` of those tensors, on all ranks. longest_sum: of how
-    many products a value of the model is a sum, at most. Of a tensor's rows, or columns, only the
-    one that is nearest to its limit counts: part is its index.
+    dtype: the run's. worst: `worst_relative` of those tensors, on all ranks. longest_sum: the most
+    products that a single value of the model adds up. Of a tensor's rows, or columns, only the one
+    that is nearest to its limit counts: part is its index.
     """
     unit = torch.finfo(dtype).eps / 2
-    # Half precision, too, is added in float32.
+    # Sums of half-precision numbers, too, are computed in float32.
     of_sum = max(unit, math.sqrt(longest_sum) / 8 * torch.finfo(torch.float32).eps / 2)
-    # Values as small as rounding elsewhere are rounding, too, though the error may be small here.
+    # A tensor as small as those of rounding counts as rounding, too, even if its error is small.
     small = worst["values" + OF_ROUNDING]
     apart = [is_rounding(e) or 0 < e.norms["rms"][2] <= small for e in many]
     for (name, limit), rounding in product(LIMITS.items(), (False, True)):
@@ -290,7 +289,7 @@ def judge(many, dtype, worst, longest_sum=1):
             usual = relative[int(0.99 * (len(relative) - 1))].item() if len(relative) else 0.0
         for number, (error, reference, size) in own:
             least = max(usual, unit if name == "scale" else of_sum) * size
-            if rounding:  # doubled for chance: of one token it is one number a head
+            if rounding:  # doubled for chance: with one token, a head's error is one number
                 least = torch.full_like(size, 2 * worst[name + OF_ROUNDING])
             scale = torch.maximum(reference, least)
             scale += torch.finfo(dtype).tiny  # smaller values may have been rounded to zero

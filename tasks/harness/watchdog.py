@@ -43,8 +43,8 @@ ENDED = (
 def catch_signals():
     """Return a list that gets an entry when this process is asked to stop.
 
-    Asked a second time, the process ends. (Within a second both are one: Slurm signals torchrun and
-    its ranks, and torchrun signals its ranks, too.)
+    Asked a second time, the process ends. (Within a second, two signals count as one: Slurm signals
+    torchrun and its ranks, and torchrun signals its ranks, too.)
     """
 
     def handler(number, frame):
@@ -105,7 +105,7 @@ class Watch:
 
     def report(self):
         """Tell the store what this rank has begun, and hear of the others, until all is over."""
-        # A connection of this thread's own: on the other one, a question may be waiting.
+        # A connection of this thread's own: on the other one, a request may be blocking.
         address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         patience = datetime.timedelta(seconds=self.silence_s)
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")

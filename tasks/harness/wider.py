@@ -69,7 +69,7 @@ class Wide(nn.Module):
 
 
 class Widen(torch.autograd.Function):
-    """parameter.to(dtype), whose gradient is kept as wide as float32, not as the parameter is."""
+    """parameter.to(dtype), whose gradient is kept in float32, whatever the parameter's dtype."""
 
     @staticmethod
     def forward(ctx, parameter, dtype):

@@ -50,7 +50,7 @@ def read_samples(run, count, seq_len, where=None, tokenizer=None):
 def pad(samples, size):
     """Return ids, mask and labels, (b, size) each; padding, on the right, has label -100.
 
-    Without samples, it is one row that has no label.
+    Without samples there is one row, without a label, whose mask is 1.
     """
     ids = torch.zeros(max(1, len(samples)), size, dtype=torch.long)
     mask, labels = torch.zeros_like(ids), torch.full_like(ids, -100)
@@ -61,9 +61,9 @@ def pad(samples, size):
 
 
 class Batches:
-    """This rank's batches of an epoch, on its device, as many as on others; the last may be empty.
+    """This rank's batches of an epoch, on its device. All ranks have equally many.
 
-    loader: of this rank's samples. collate: what makes a batch of a list of samples.
+    The last may be empty. loader: of this rank's samples. collate: makes a batch of a sample list.
     """
 
     def __init__(self, run, loader, collate):

@@ -49,7 +49,7 @@ def read_tokenizer(where, vocab_size):
         found = Tokenizer.from_file(str(path))
         vocabulary = found.get_vocab()
         tokenizer = wrap(found)
-    except Exception as error:  # whatever it holds instead
+    except Exception as error:  # whatever the file holds instead
         raise UserError(f"--tokenizer {path}: not read ({one_line(error)})") from None
     missing = [token for token in SPECIAL if token not in vocabulary]
     if missing:
@@ -91,8 +91,8 @@ def check_trainable(where, size, vocab_size):
 def train_tokenizer(texts, size):
     """Train a byte-level BPE tokenizer of at most `size` tokens; return a `tokenizers.Tokenizer`.
 
-    texts: its strings are read one after another. The same texts give the same tokenizer. It has
-    fewer tokens where no other pair comes twice.
+    texts: strings, which are read one after another. The same texts give the same tokenizer. It has
+    fewer tokens if no further pair of tokens occurs twice.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 

@@ -101,8 +101,8 @@ def load_rows(run, where, count, length, batch_size, tokenizer=None, train=None)
     """Return a tokenizer, and `count` documents as two `Rows`: to train on, and a tenth, held out.
 
     where, count: see `read_documents`. tokenizer, train: see `find_tokenizer`. What is held out is
-    whole batches, HELD documents at most, and none of it is trained on. Raises UserError, on all
-    ranks, as these two do, and for documents of which a tenth is no batch.
+    whole batches, of HELD documents or one batch at most, and none of it is trained on. Raises
+    UserError, on all ranks, as these two do, and where a tenth of the documents is no full batch.
     """
     name, documents = read_documents(run, where, count)
     count = len(documents)
@@ -218,7 +218,7 @@ class Rows(Dataset):
 def load_documents(run, where, count, length, virtual):
     """Return `count` rows of whole documents, on every rank: lists of the documents' tokens, (S,).
 
-    length, virtual: a row's positions, and of these the virtual tokens in front of each document.
+    length: a row's positions. virtual: how many of them, before each document, are virtual tokens.
     where: as in `load_sequences`. Documents are the paragraphs of a text, or the stories if the
     text is the project's own. Rank 0 alone reads it. Raises UserError, on all ranks, as
     `load_sequences` does.
@@ -290,8 +290,8 @@ def least(virtual):
 def pack(rows, length, virtual):
     """Pack rows of documents: (rows, 2, length), tokens and each one's place in its document.
 
-    A token of -100 is a virtual one, in front of each document, or fills a row up: there it belongs
-    to a last document of its own.
+    A token of -100 is a virtual token, in front of a document, or a filler at the end of a row. The
+    fillers of a row are a last document of their own.
     """
     packed = torch.full((len(rows), 2, length), -100)
     for (ids, places), row in zip(packed, rows, strict=True):

@@ -36,7 +36,7 @@ from utils.families import FAMILIES, GPT2, LLAMA, embedding_of
 from utils.shards import mark_shard, shard_of
 
 TINY = Path(__file__).resolve().parent.parent / "tiny_llama"
-# The compatibility spot: in transformers 4 the dtype and the rotary settings have other names.
+# Where transformers 4 and 5 differ: in 4 the dtype and the rotary settings have other names.
 TRANSFORMERS_4 = transformers.__version__.startswith("4.")
 HEAD = "lm_head.weight"
 # What some files have beside a model's parameters, and no model reads: tables and masks.
@@ -48,7 +48,7 @@ IGNORED_SETTINGS = (
     "dtype", "torch_dtype", "return_dict", "use_return_dict", "torchscript", "use_cache",
     "output_hidden_states", "output_attentions",
 )  # fmt: skip
-# Files by any of which a directory has a tokenizer.
+# A directory that has any of these files has a tokenizer.
 TOKENIZER = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken", "tekken.json",
              "special_tokens_map.json", "added_tokens.json")  # fmt: skip
 
@@ -151,7 +151,7 @@ class Source:
             )
 
     def from_scratch(self, tokenizer):
-        """Make weights random, by the seed; let the vocabulary have room for a tokenizer's."""
+        """Make weights random, by the seed; enlarge the vocabulary for the tokenizer if needed."""
         c = self.config
         c.vocab_size = max(c.vocab_size, len(tokenizer))
         c.bos_token_id, c.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
@@ -173,8 +173,8 @@ class Source:
     def written_model(self, dtype):
         """Return a model without memory, whose `save_pretrained` writes the source's own settings.
 
-        That is what transformers writes after its own `from_pretrained`, with settings that a run
-        may not follow, such as `use_cache`, and with those for generation.
+        transformers, after its own `from_pretrained`, would write the same: also settings that a
+        run may not follow, such as `use_cache`, and those for generation.
         """
         config = self.family.config_class.from_dict(self.settings)
         with torch.device("meta"):
@@ -299,7 +299,7 @@ class Source:
     def tokenizer(self):
         """Return the model's tokenizer, or None for random weights or a directory without one.
 
-        AutoTokenizer reads it. Raises UserError for what it cannot read, and for one without words.
+        AutoTokenizer reads it. Raises UserError where it cannot, or finds no vocabulary.
         """
         folder = self.directory
         files = sorted(
@@ -317,7 +317,7 @@ class Source:
             raise UserError(
                 f"{self.name}: tokenizer ({', '.join(files)}): {one_line(error)}"
             ) from None
-        # Without files of words some classes make an empty tokenizer. Classes for bytes need none.
+        # Without vocabulary files some classes make an empty tokenizer. Byte tokenizers need none.
         words = set(type(tokenizer).vocab_files_names.values())
         by_version = any(re.fullmatch(r"tokenizer\..*\.json", name) for name in files)
         by_library = tokenizer.is_fast and "tokenizer.json" in files
@@ -371,7 +371,7 @@ def find_preset(name, model_types):
 
 @contextmanager
 def quiet():
-    """Within it, transformers shows no progress bars and no warnings: what they tell is checked."""
+    """Silence transformers' progress bars and warnings, as a context: what they tell is checked."""
     from transformers.utils import logging
 
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -469,7 +469,7 @@ def read_settings(directory, model_types=ONLY_LLAMA):
     except OSError as error:
         said = f"cannot be read ({error.strerror})" if error.strerror else "not valid JSON"
         raise UserError(f"{path}: {said}") from None
-    except Exception as error:  # whatever it holds instead
+    except Exception as error:  # whatever the file holds instead
         raise UserError(f"{path}: not valid JSON for a model: {error!r}") from None
     refuse_family(directory, model_type, model_types)
     if settings.get("quantization_config"):
@@ -518,9 +518,9 @@ def read_generation(directory):
 def rename(files, expected, tied, family=LLAMA):
     """Rename what `index_files` gives, as transformers does: to the names that the model has.
 
-    A LlamaModel's tensors have no `model.` before their names, and some tools put one before all.
-    (A GPT2Model's, such as the hub has, have no `transformer.`.) Where embeddings are tied, one of
-    the two names is enough, except in transformers 4. expected: the model's names.
+    A LlamaModel's names lack the prefix `model.`, and some tools put it before every name. (The
+    names of a GPT2Model, as on the hub, lack `transformer.`.) Where embeddings are tied, one of the
+    two names is enough, except in transformers 4. expected: the model's names.
     """
     base = family.base
     if TRANSFORMERS_4 and (HEAD in files or any(k.startswith(base) for k in files)):
@@ -541,8 +541,8 @@ def rename(files, expected, tied, family=LLAMA):
 def index_files(directory):
     """Return {tensor name: (file, name there, shape)} of a directory's safetensors, sharded or not.
 
-    One file goes before an index, as in transformers: `save_pretrained` in one file leaves the
-    index of earlier shards behind.
+    A single file takes precedence over an index, as in transformers: `save_pretrained` of a single
+    file leaves the index of earlier shards there.
     """
     index = directory / "model.safetensors.index.json"
     single = (directory / "model.safetensors").exists()
@@ -553,7 +553,7 @@ def index_files(directory):
             assert all(isinstance(name, str) for name in names), "file names must be strings"
             wanted = 'transformers wants an entry "metadata", such as {}'
             assert isinstance(content.get("metadata"), dict), wanted
-        except Exception as error:  # whatever it holds instead
+        except Exception as error:  # whatever the file holds instead
             raise UserError(f"{index}: damaged index: {error!r}") from None
     elif single:
         names = {"model.safetensors"}

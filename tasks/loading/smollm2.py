@@ -155,7 +155,7 @@ def convert_apart(file, reader, model):
 def convert():
     """Convert the file that the command line names: `convert_apart` runs this as a process.
 
-    On an error it is printed, and the exit code is 1.
+    An error is printed, and the exit code is then 1.
     """
     try:
         file, model = map(Path, sys.argv[3:])

@@ -102,7 +102,7 @@ def find_text(where, source, needed, seed):
 
 
 def between_marks(name, text):
-    """Return a text's name, which says if some of it is left out, and the rest: see `books`."""
+    """Return a text's name, which tells if parts are left out, and the kept parts: see `books`."""
     if MARK.search(text):
         name += BETWEEN
     return name, "\n\n".join(books(text)).strip("\n")

@@ -21,7 +21,7 @@ from loading.text import MARK, decode, plain
 from utils.errors import UserError
 
 SUFFIXES = ".jsonl", ".ndjson", ".json"  # names of files of JSON lines end so
-# A pattern for bytes has no such escape: the character itself is encoded.
+# A pattern for bytes knows no escape \ufeff: it gets the character's own bytes.
 MARK_BYTES = re.compile(MARK.pattern.replace(r"\ufeff", "\ufeff").encode())
 # A line end is atomic, (?>...): else \r\n would also match as two of them.
 BLANK_LINES = re.compile(rb"(?>\r\n|\r|\n)\s*(?>\r\n|\r|\n)")
@@ -31,9 +31,9 @@ class TextFile(Sequence):
     """The documents of a file, as strings; none of them is held in memory.
 
     spans: (documents, 2), int64: the byte at which each begins, and its number of bytes. size: of
-    the file, in bytes. digest: SHA-256 of the documents' texts, in hex. UserError for a file that
-    is not there (on another machine, say) or has another size, and where it changes later on.
-    between: whether they are what is between Project Gutenberg's marks.
+    the file, in bytes. digest: SHA-256 that stands for all documents' texts, in hex. between:
+    whether only text between Project Gutenberg's marks is taken. Raises UserError for a file that
+    is not there (on another machine, say), has another size, or changes later on.
     """
 
     def __init__(self, path, spans, size, digest, json_lines, between):
@@ -203,7 +203,7 @@ def paragraphs(data, pieces, path):
 
 
 def books(data):
-    """Return (begin, end) of what is between Project Gutenberg's marks; else of all. See `text`."""
+    """Return (begin, end) of each text between Project Gutenberg's marks: as `text.books` does."""
     if data.find(b"PROJECT GUTENBERG EBOOK") < 0:
         return [(0, len(data))]
     marks = list(MARK_BYTES.finditer(data))

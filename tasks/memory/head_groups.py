@@ -12,9 +12,9 @@ from utils.partition import shard_heads
 def plan_rounds(config, ranks, head_groups):
     """Plan which heads each rank attends with in each round: [[(queries, keys) of each rank], ...].
 
-    queries, keys: (start, stop). With `head_groups`, a round has over all ranks at most N/K
-    query heads (one KV head's group), or one per rank if that is more, so the memory for a token
-    does not depend on the number of heads. (8 query and 2 KV heads on 2 ranks: heads 0 and 1
+    queries, keys: (start, stop). With `head_groups`, all ranks together have at most N/K query
+    heads in a round (one KV head's group), or one per rank if that is more. So the memory for a
+    token does not depend on the number of heads. (8 query and 2 KV heads on 2 ranks: heads 0 and 1
     beside 4 and 5, then 2 and 3 beside 6 and 7.) Without it there is one round. In the last rounds
     a rank may have no heads: it sends its tokens' heads to other ranks, and receives nothing.
     """
@@ -47,7 +47,7 @@ def sliceable(linear):
 
 
 def project(linear, x, rows):
-    """Compute some outputs, by their indices, of a linear layer, with PEFT's LoRA if it has it."""
+    """Compute the outputs with indices `rows` of a linear layer; PEFT's LoRA, if any, included."""
     base = getattr(linear, "base_layer", linear)
     y = F.linear(x, base.weight[rows], None if base.bias is None else base.bias[rows])
     for name in getattr(linear, "active_adapters", ()):

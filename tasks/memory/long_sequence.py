@@ -9,13 +9,13 @@ scores (which no fused kernel keeps) but what the backward needs of every token.
      15   with loss, MLP and attention in parts, too: hidden states, and one layer's work
      14   with what `saved_outputs.py` does: attention's outputs (1 a layer), and a part's work
 
-`saved_outputs.py` is a layer backward that never runs attention again, and keeps no inputs of
-layers, as a selective checkpoint (arXiv 2310.03294) would. All else in a layer treats tokens one by
-one, and is built again from attention's outputs, in as little memory as if layers were recomputed,
-and in less time.
+`saved_outputs.py` is a backward of layers that never runs attention again. A selective checkpoint
+(arXiv 2310.03294) would keep each layer's input, too; here only the last one's is. All else in a
+layer treats tokens one by one, and is built again from attention's outputs, in as little memory as
+if layers were recomputed, and in less time.
 
-Under Ulysses it all works as on one rank: a tile has a rank's own tokens, and the heads of a round
-are spread over the ranks. Messages are those of checkpointing, but with heads in groups.
+Under Ulysses all works as on one rank: tiles are of a rank's own tokens, and the heads of a round
+are spread over the ranks. Messages are those of checkpointing, one group of heads after another.
 
 `sequence_loss` is what a training script calls. Sources: checkpointing, arXiv 1604.06174; tiled
 loss and MLP, ALST, arXiv 2506.13996, section 3; log-sum-exps, FlashAttention-2, arXiv 2307.08691.
@@ -48,7 +48,7 @@ from utils.sequence import MaskInfo, check_window, documents_of, sum_of_losses
 
 @dataclass(frozen=True)
 class Techniques:
-    """How a step saves memory. Each alone, and all together, leave every gradient as it is.
+    """How a step saves memory. Alone or together, techniques change gradients by rounding only.
 
     backward: "saved-outputs", "selective" (recompute layers but for attention, whose outputs are
     kept, too), "checkpoint" (recompute all of a layer) or "plain" (keep everything).
@@ -116,7 +116,7 @@ def supported_techniques(model, techniques):
     """
     check_by_token(model)
     fewer = techniques
-    # Why a layer is not taken apart; why the outputs of attention are of no use.
+    # in_one: why layers are not taken apart. kernel: why attention has to be run again.
     in_one, kernel = None, None
     if model.training and model.config.attention_dropout:
         in_one = "attention has dropout"
@@ -150,7 +150,7 @@ def supported_techniques(model, techniques):
 
 
 class Stack:
-    """All layers of a model, taken apart into what treats tokens and what treats heads one by one.
+    """All layers of a model, taken apart: what works token by token, and what works head by head.
 
     Hidden states are (B, S/P, H). One round of attention, on each rank:
 
@@ -191,7 +191,7 @@ class Stack:
             self.attend_backward = partial(attend_parts_backward, parts)
         self.dropout = config.attention_dropout if model.training else 0.0
         self.rounds = plan_rounds(config, ranks, techniques.head_groups)
-        self.made = {}  # by `indices`, once, not for each tile of each pass
+        self.made = {}  # what `indices` returns, made once, not for each tile of each pass
         # The backward of a layer's rest takes some six tensors as wide as the MLP.
         a_token = 6 * (config.intermediate_size + config.hidden_size) * self.B
         tile = (
@@ -201,7 +201,7 @@ class Stack:
         )
         self.tiles = tiles(self.local_tokens, max(tile, 1))
         self.parameters = [p for p in self.layers.parameters() if p.requires_grad]
-        # How many hidden states have room in the memory of one layer's outputs.
+        # How many hidden states fit into the memory of one layer's attention outputs.
         self.room = config.num_attention_heads * self.D / config.hidden_size
 
     def counts(self, head_round, keys=0):
@@ -236,7 +236,7 @@ class Stack:
         return self.exchange(flat, received, sent)
 
     def exchange(self, flat, sent, received):
-        """Run an all-to-all, which uses up what is sent (without autograd)."""
+        """Run an all-to-all. Without autograd, on a CPU, the memory of what is sent is freed."""
         if len(sent) == 1:
             return flat
         out = AllToAll.apply(flat, sent, received, self.group)

@@ -41,7 +41,7 @@ class SavedOutputs(torch.autograd.Function):
         for number, layer in enumerate(stack.layers):
             flats, lses, needed = run_attention(stack, layer, x)
             ctx.needed.append(needed)
-            if 0 < number == last:  # the last layer's backward comes first, and has room
+            if 0 < number == last:  # its input is kept: its backward comes first, and has room
                 ctx.kept[last] = ctx.saved.away([x])
             x = finish_all(stack, layer, x, flats, x if 0 < number < last else None)
             ctx.saved.put(flats, lses)
@@ -200,7 +200,7 @@ class Saved:
 
     Copies run on a stream of their own, beside the kernels; one layer is fetched ahead. All device
     memory is allocated on the compute stream, which waits for copies before their memory is reused.
-    So the device has the same few layers, however far ahead the CPU is.
+    So the device never holds more than a few layers, however far ahead of it the CPU is.
     """
 
     def __init__(self, x, offload):
@@ -208,7 +208,7 @@ class Saved:
         self.stream = torch.cuda.Stream(x.device) if offload and x.is_cuda else None
 
     def away(self, tensors):
-        """Return tensors, to which nobody writes any more, or with `offload` their host copies."""
+        """Return the tensors, or with `offload` host copies. Nobody may write to them any more."""
         if not self.stream:
             return tensors
         self.stream.wait_stream(torch.cuda.current_stream())
@@ -226,7 +226,7 @@ class Saved:
         return self.arrived(self.start(host)) if self.stream else host
 
     def start(self, host):
-        """Begin to copy back, after all copies out; return the event of the end, and tensors."""
+        """Begin to copy to the device, after all copies to the host; return (its end, tensors)."""
         for event, _ in self.leaving:
             torch.cuda.current_stream().wait_event(event)
         self.leaving.clear()

@@ -29,7 +29,7 @@ class TiledVocabParallelLoss(torch.autograd.Function):
         train_x, train_weight = (train and needed for needed in ctx.needs_input_grad[:2])
         dx = torch.empty_like(x) if train_x else None
         dweight = torch.zeros_like(weight, dtype=wide) if train_weight else None
-        # One for all tiles: of each, autocast would keep a copy in half precision.
+        # One tensor for all tiles: autocast would keep a half-precision copy of each tile's.
         w = weight.detach().requires_grad_() if train_weight else weight.detach()
         for first in range(0, len(x), tile):
             tokens = slice(first, first + tile)

@@ -22,7 +22,7 @@ NAME = SHARED_MEMORY
 # In functional collectives, which DTensor uses, PyTorch 2.6 lets go of the Python half of a `Work`,
 # and its other half then waits for ever.
 USABLE = Version(torch.__version__) >= Version("2.7")
-SMALL = 2**15  # bytes; up to here each rank adds all of a sum, in one step, not a share, in two
+SMALL = 2**15  # bytes; up to here each rank adds the full sum, in one step, else its share, in two
 REDUCE = [  # (what is asked for, (what adds a part, whether to divide by their number))
     (dist.ReduceOp.SUM, (torch.add, False)), (dist.ReduceOp.AVG, (torch.add, True)),
     (dist.ReduceOp.PRODUCT, (torch.mul, False)), (dist.ReduceOp.MIN, (torch.minimum, False)),
@@ -57,8 +57,8 @@ class Done(Work):
 def collective(function):
     """Return a method that a profiler sees, as it sees other backends' collectives.
 
-    It runs in inference mode: a tensor or a view that was made in that mode, and is kept, can be
-    written to only there.
+    It runs in inference mode: a tensor or view that one call makes and keeps for later calls can be
+    written to in that mode only.
     """
     function = torch.inference_mode()(function)
 
@@ -294,7 +294,7 @@ def by_gloo(name):
     """Return a method that calls gloo's method of this name.
 
     The base class would call it as well. But in PyTorch 2.14 and 2.15 it does so while it holds
-    Python's lock, and waits for gloo's lock, whose holder may wait for Python's: all stands still.
+    Python's lock, and waits for gloo's lock, whose holder may wait for Python's: a deadlock.
     """
 
     def method(self, *args, **kwargs):
@@ -375,7 +375,7 @@ def told(how, tensor):
 
 
 def bytes_for_each(tensor, sizes, number):
-    """Return the bytes of each rank's rows of a tensor. sizes: their numbers; empty: all alike."""
+    """Return the bytes of each rank's rows. sizes: how many rows each has; empty: equal shares."""
     row = tensor.nbytes // max(len(tensor), 1)
     return [row * size for size in sizes or [len(tensor) // number] * number]
 

@@ -6,8 +6,8 @@ reads the others' slots. No second barrier has to tell that all have read: a hal
 in step n + 2, which a rank begins when all counters are at n + 1; and each rank sets its counter
 to n + 1 when it has read what it wants of step n.
 
-A message from one rank to another has two slots of its own, which its receiver reads in place, with
-a counter of those filled and one of those emptied.
+For messages, each pair of sender and receiver has two more slots, which the receiver reads in
+place, and two counters: of the slots filled, and of those emptied.
 
 The counters tell a rank that waits who has not come. Beside its counter each rank notes its process
 and when it last waited: so a rank that hangs, or has ended, is named without asking anyone.
@@ -38,7 +38,7 @@ LINE = 8  # words of 8 bytes in a cache line: no two ranks' counters are in one
 SAID, BEAT, PROCESS = 1, 3, 4  # places in a rank's line, behind its counter
 TAG = 3  # place in a pair's line; SAID and TAG have two words each, for two steps in turns
 SPIN_S, YIELD_S, LOOK_S = 2e-4, 1e-3, 0.1  # see `until`
-RECENT_S = 2  # a rank that noted so many seconds ago that it waits still waits
+RECENT_S = 2  # a rank that noted within so many seconds that it waits counts as waiting
 OPERATIONS = ["barrier", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"]
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 WAITING = []  # memories with messages on their way: these go on while a rank waits for anything
@@ -48,8 +48,8 @@ GOING_ON = Lock()  # held by the thread that moves the messages on
 class Missing(dist.DistBackendError):
     """Raised where ranks wait for others that do not come, or have ended.
 
-    late: the ranks that are missing. waiting: those that wait for them. Both are numbers in the
-    job. Nobody is named in `waiting` where a rank has ended: whoever looks first sees that.
+    late: the ranks that are missing. waiting: those that wait for them, empty if a rank has ended,
+    because the first rank that looks sees that. Both are numbers in the job.
     """
 
     def __init__(self, said, late, waiting=()):
@@ -150,16 +150,16 @@ class SharedMemory:
             )
 
     def table(self):
-        """Return where, in the next step, is the table of what each gives to each: (P, P) words."""
+        """Return where the next step's table begins, of what each gives to each: (P, P) words."""
         return self.given + (self.steps + 1) % 2 * len(self.ranks) ** 2
 
     # ------------------------------------------------ waiting
 
     def until(self, condition, look):
-        """Wait for condition(): at first in haste, then giving the core to others, then asleep.
+        """Wait for condition(): at first spinning, then yielding the core to others, then asleep.
 
-        look(seconds waited): called now and then; raises what ends the wait. There is no haste
-        where there are more ranks than cores: it would keep the others from coming.
+        look(seconds waited): called now and then; raises what ends the wait. No rank spins where
+        there are more ranks than cores: it would keep the others from coming.
         """
         begin, looked = time.monotonic(), 0.0
         while not condition():
@@ -274,7 +274,7 @@ class SharedMemory:
 
 
 def beginning(memory, like):
-    """Return the first bytes of `memory`, as a tensor of the size and dtype of a flat one."""
+    """Return the first bytes of `memory`, as a tensor of the size and dtype of flat `like`."""
     return memory[: like.nbytes].view(like.dtype)
 
 
@@ -311,7 +311,7 @@ class Transfer(Work):
 
 @cache  # each new group asks
 def neighbourhood():
-    """Return a text that ranks which can share memory have alike; None if this one cannot."""
+    """Return a text that is the same on ranks that can share memory; None if this one cannot."""
     if platform.machine() != "x86_64" or not hasattr(os, "memfd_create"):
         return None
     with suppress(OSError):  # /proc may be closed
@@ -319,7 +319,7 @@ def neighbourhood():
         for number in (file, os.open(f"/proc/{os.getpid()}/fd/{file}", os.O_RDWR)):
             os.close(number)
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        node = os.environ.get("GROUP_RANK", "0")  # the torchrun's, of several
+        node = os.environ.get("GROUP_RANK", "0")  # which of several torchruns
         return f"{boot} {os.readlink('/proc/self/ns/pid')} {os.getuid()} {node}"
     return None
 

@@ -27,10 +27,10 @@ METERS = []  # meters that count now; shared memory's groups tell them what PyTo
 
 
 class Meter(TorchDispatchMode):
-    """Within it, `sent` adds up the bytes that this rank sends: 2 (P-1)/P of a sum's, as in a ring.
+    """Add up, as a context, the bytes that this rank sends: `sent`.
 
-    It sees collectives of the forward and the backward, functional ones, and those of C++. Raises
-    NotImplementedError for one that it does not know.
+    Of an all-reduce they are 2 (P-1)/P, as in a ring. A meter sees collectives of the forward and
+    the backward, functional ones, and C++'s. Raises NotImplementedError for an unknown one.
     """
 
     def __init__(self):
@@ -71,7 +71,7 @@ class Meter(TorchDispatchMode):
 def bytes_of(group, name, tensors, pieces=None):
     """Return the bytes that this rank sends.
 
-    pieces: rows for each rank, of an all-to-all; None or empty: as many for each.
+    pieces: rows for each rank, of an all-to-all; None or empty: equal shares.
     """
     if name in SENT:
         return SENT[name][0](group.size()) * sum(tensor.nbytes for tensor in tensors)
@@ -91,8 +91,8 @@ def group_of(args):
 def bytes_sent(run, function, group=None):
     """Return the bytes that a rank sends, on average, in function(): (counted, on the wire).
 
-    All ranks call it. On the wire is what gloo's ranks on one machine put on the loopback device,
-    by its counters: headers, and whatever else uses it. None for other backends. group: by which
+    All ranks call it. On the wire: what all processes of this machine put on the loopback device,
+    gloo's headers included, by its counters; None for other backends. group: the one by which
     function() talks.
     """
     counters = Path("/proc/net/dev")
