@@ -18,7 +18,7 @@ section 5. FSDP: arXiv 2304.11277.)
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 2 tasks/data_parallel.py
 
-checks each of the four against a single-rank run of the unmodified model, and trains with it.
+checks each of the four against a single-rank run of the unmodified model, and trains by each.
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 2 tasks/data_parallel.py \\
         --memory-budget 0.7 --model random/balanced --batch-size 4 --seq-len 32
@@ -79,9 +79,9 @@ class Partition(Dataset):
 class DataPartitioner:
     """Deals the samples of `data`, shuffled, to partitions. sizes: their shares of all samples.
 
-    Each sample is in exactly one partition: the ends of partitions are rounded. It has a random
-    generator of its own, so all ranks deal alike, whatever else they draw. Raises ValueError for a
-    share below 0, and for shares that do not add up to 1.
+    Not sizes but ends of partitions are rounded, so each sample is in exactly one. The shuffle has
+    a random generator of its own, so all ranks deal alike, whatever else they draw. Raises
+    ValueError for a share below 0, and for shares that do not add up to 1.
     """
 
     def __init__(self, data, sizes=(0.7, 0.2, 0.1), seed=1234):
@@ -99,9 +99,9 @@ class DataPartitioner:
 def partition_of_rank(rank, world_size, dataset, batch_size=128, collate_fn=None):
     """Return the DataLoader of a rank's samples, in batches of the rank's share of batch_size.
 
-    Where the ranks' shares of a batch are unequal, so are their partitions: all ranks have equally
-    many batches, but some ranks may lack the last one. Raises ValueError for a batch_size below
-    world_size.
+    Where the ranks' shares of a batch are unequal, so are their partitions. Thus all ranks have as
+    many batches, except that some may lack the last one. Raises ValueError for a batch_size
+    below world_size.
     """
     if batch_size < world_size:
         raise ValueError(f"a batch of {batch_size} samples, but {world_size} ranks")
@@ -134,10 +134,10 @@ def average_gradients(model, mesh=None):
 
     Without a mesh, the mean is over all ranks of the process group.
     Call it between the backward and the optimizer; all ranks get the same bits. With several
-    microbatches, call it after the last backward, or after each: a mean of equal means is the same
-    mean. A parameter that some ranks did not use counts as 0 there; a parameter that no rank used
-    keeps no gradient. DTensors may be split over another axis; `check_mesh` raises ValueError for
-    DTensors whose mesh has several of these ranks.
+    microbatches, call it after the last backward, or after each: averaging does not change what is
+    equal on all ranks. A parameter that some ranks did not use counts as 0 there; one that no rank
+    used keeps no gradient. DTensors may be split over another axis; `check_mesh` raises ValueError
+    for DTensors whose mesh has several of these ranks.
     """
     group = group_of_axis(mesh) if mesh else dist.group.WORLD
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -193,7 +193,7 @@ class DataParallelModel:
 
     def __init__(self, run, strategy, mesh):
         self.strategy, self.mesh, self.group = strategy, mesh, group_of_axis(mesh)
-        if strategy == "fsdp2":  # each rank reads its slices; .to() makes FSDP2 look for them
+        if strategy == "fsdp2":  # each rank reads its slices; in .to() FSDP2 finds them
             self.model = run.load_model(partial(shard_fully, mesh=mesh)).to(run.device)
             run.print0(str(self.model))
         else:
@@ -436,11 +436,11 @@ def show(run, args):
             train_by_epochs(
                 run, strategy, parallel, batches, args.epochs, args.lr, expected, least_error
             )
-        del parallel  # before the next one's
+        del parallel  # free it before the next one is made
 
 
 def train_by_epochs(run, strategy, parallel, batches, epochs, lr, expected=None, least_error=0.0):
-    """Train by AdamW; check losses and memory. Return each epoch's losses, the validation's last.
+    """Train by AdamW; check losses and memory. Return each epoch's losses: steps, then validation.
 
     batches: those to train on, and those to validate with. expected: the references' losses;
     least_error: see `Run.compare`. Without `expected`, the model trains with the dropout of its

@@ -108,7 +108,7 @@ class VocabularyRows(ParallelStyle):
             rows = local_rows(ids, weight, first, tokens, module.padding_idx)
             return self.sum(DTensor.from_local(rows, mesh, [Partial()]))
 
-        module.forward = MethodType(forward, module)  # a deep copy of it uses the copy's weight
+        module.forward = MethodType(forward, module)  # bound: a deep copy uses its own weight
         return module
 
 
@@ -163,7 +163,7 @@ def dtensor_parallelize(model, mesh, plan=PLAN):
 
 
 class WholeHeads(ParallelStyle):
-    """For a projection to heads (dim 0) or from heads (dim 1), when ranks have unequal shares.
+    """For a projection to heads (dim 0) or from heads (dim 1), if K does not divide by the ranks.
 
     DTensor deals out rows in equal chunks and would cut through heads. So the weight is an ordinary
     tensor, this rank's slice, with the same f in front of it (dim 0) or g behind it (dim 1).
@@ -252,7 +252,7 @@ def full_logits(logits):
 
 
 def apply_plan(model, mesh, plan):
-    """Run parallelize_module, but raise UserError (it warns) for a name that the model lacks."""
+    """Run parallelize_module; raise UserError, where it only warns, for names the model lacks."""
     names = [name.split(".") for name, _ in model.named_modules()]
     for pattern in plan:
         parts = pattern.split(".")

@@ -7,12 +7,12 @@ the ranks that hold it. Bytes on each rank, for L layers, S tokens so far, and e
 
     2 L B S max(K/P, 1) D e
 
-A decoded token is one row: an all-reduce of (B, 1, H) is a few KiB and bound by latency. So what
-counts is how many collectives there are, and how many steps each takes, not the bytes. With the
-hand-made model the loop below needs 2 L + 1 collectives a token: two in every layer, each in one
-step (on a CPU: `SMALL` in shared_memory/group.py), and one that chooses the next token. In this one
-every rank sends its best logit, and the id and the embedding of the token that has this logit,
-(B, 2 + H). So logits are never gathered, and the next forward starts without a collective.
+Decoding takes one token at a time: an all-reduce of (B, 1, H) is a few KiB and bound by latency. So
+what counts is how many collectives there are, and how many steps each takes, not the bytes. With
+the hand-made model the loop below needs 2 L + 1 collectives a token: two in every layer, on CPUs of
+one step each (`SMALL` in shared_memory/group.py), and one that chooses the next token. In the last
+one every rank sends its best logit, with that token's id and embedding, (B, 2 + H). So logits are
+never gathered, and the next forward starts without a collective.
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 2 tasks/kv_cache.py
 
@@ -63,7 +63,7 @@ def generate(model, ids, mask, new_tokens, choose, cache=None):
 
 @torch.no_grad()
 def each_token(model, ids, mask, new_tokens, choose, cache=None):
-    """Yield the tokens (B, 1) of `generate`, one place after the other."""
+    """Yield the new tokens (B, 1) of `generate`, one position after the other."""
     x = model.get_input_embeddings()(ids)
     for _ in range(new_tokens):
         positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -x.shape[1] :]
@@ -81,19 +81,19 @@ def each_token(model, ids, mask, new_tokens, choose, cache=None):
 
 
 class DecodingStep:
-    """One more token of `generate`, with a StaticCache, in tensors that stay where they are.
+    """One more token of `generate`, with a StaticCache, in tensors whose addresses stay the same.
 
-    Nothing here waits for the device or depends on how far the text is. So a CUDA graph can record
-    the step once, collectives included, and replay it for every token.
+    Nothing here waits for the device or depends on the text's length so far. So a CUDA graph can
+    record the step once, collectives included, and replay it for every token.
 
-    ids (B, length): the text so far, its first token behind the prompt included, and room for more.
-    at (1,): the place of its last token, which the cache does not have yet. row (B, 1, H): that
+    ids (B, length): prompt, new tokens so far (one or more), and room for the others. at (1,): the
+    position of the last token so far, which the cache does not have yet. row (B, 1, H): that
     token's embedding. bias (B, 1, 1, the cache's length): 0 for what it may attend to, else minus
-    infinity. (Of bool, eager attention would add it as 0 and 1.)
+    infinity. (Not bool: eager attention would add True and False as 1 and 0.)
     """
 
     def __init__(self, model, ids, mask, new_tokens, choose, cache):
-        """Take `generate`'s first step: the prompt, and the token behind it.
+        """Run `generate`'s first step: the forward of the prompt, which gives the first new token.
 
         Raises ValueError for no new token, and for a cache that is not static, or too short.
         """
@@ -105,7 +105,7 @@ class DecodingStep:
         self.row = model.get_input_embeddings()(ids[:, -1:])
         self.positions = mask.sum(-1, keepdim=True)
         self.ids = F.pad(ids, (0, new_tokens - 1))
-        rooms = {x.shape[2] for x in contents(cache)}  # of layers with a window: less
+        rooms = {x.shape[2] for x in contents(cache)}  # layers with a window have less
         length = mask.shape[1] + new_tokens
         if len(rooms) > 1 or min(rooms) < length:
             raise ValueError(f"a cache of {min(rooms)} tokens, for {length}")
@@ -133,7 +133,7 @@ class DecodingStep:
 
 
 def generate_in_place(model, ids, mask, new_tokens, choose, cache, by_graph=True):
-    """As `generate`, with a StaticCache for all tokens.
+    """Do as `generate` does, with a StaticCache that has room for all tokens.
 
     by_graph: on a GPU, all tokens but the first few are replays of a CUDA graph.
     """
@@ -151,8 +151,8 @@ def generate_in_place(model, ids, mask, new_tokens, choose, cache, by_graph=True
 def recorded(step):
     """Record step() as a CUDA graph, without running it, and return what replays it.
 
-    Where nothing can be recorded it returns the step itself: on a CPU, with gloo, which waits for
-    the device, and with RoPE that asks how far the text is.
+    Where nothing can be recorded, return the step itself: on a CPU, with gloo, which waits for the
+    device, and with RoPE whose factors depend on the text's length.
     """
     on_cuda = step.ids.device.type == "cuda"
     by_nccl = not dist.is_initialized() or dist.get_backend() == "nccl"
@@ -326,9 +326,9 @@ def key(name):
 
 
 def generation(model, ids, new_tokens, choose, threads):
-    """Generate with a cache, as a contender of `interleave`; without a model, do nothing.
+    """Generate with a cache, to be timed by `harness.interleave`; without a model, do nothing.
 
-    Its phases: the prompt, with the first token behind it, and all other tokens.
+    There are two phases: the prompt with the first new token, and all other new tokens.
     """
     with harness.num_threads(threads):
         tokens = iter(())
@@ -343,7 +343,7 @@ def generation(model, ids, new_tokens, choose, threads):
 
 
 def replays(model, ids, new_tokens, choose, kv_heads):
-    """A contender of `interleave`: a step that is recorded once, and then replayed."""
+    """Record a step once, then replay it: to be timed by `harness.interleave`."""
     length = ids.shape[1] + 1 + WARM_UP + new_tokens
     cache = make_cache("static", model, kv_heads, len(ids), length)
     step = DecodingStep(model, ids, torch.ones_like(ids), length - ids.shape[1], choose, cache)
@@ -357,7 +357,7 @@ def replays(model, ids, new_tokens, choose, kv_heads):
 
 
 def say_times(run, seconds, new_tokens):
-    """Print what each contender of `interleave` took to generate, beside the first."""
+    """Print how long each way of generating took, and its ratio to the first way's time."""
     alone = next(iter(seconds.values()))
     for name, phases in seconds.items():
         tokens, said = phases["generate"], ""
@@ -374,7 +374,7 @@ def say_times(run, seconds, new_tokens):
 
 
 def measure(run, models, reference, prompt_len, new_tokens, repeats):
-    """Print what a prompt of `prompt_len` tokens takes, and then each token."""
+    """Print how long a prompt of `prompt_len` tokens takes, and each token after it."""
     config, new_tokens = run.source.config, max(2, new_tokens)
     length = min(prompt_len, config.max_position_embeddings - new_tokens)
     if length < prompt_len:
@@ -420,7 +420,7 @@ def main():
 
 
 def show(run, args):
-    """Check both models' texts, by every way there is, and caches; measure their speed."""
+    """Check both models' texts and caches, by each way to generate; measure their speed."""
     from dtensor_llama import dtensor_parallelize, full_logits
     from tp_llama import tensor_parallelize
 
@@ -430,7 +430,7 @@ def show(run, args):
 
     def load(parallelize=None):
         model = run.load_model(parallelize)
-        # No end and no penalties: then .generate gives --new-tokens tokens, the likeliest ones.
+        # No end token, no penalties: so .generate gives --new-tokens tokens, greedily.
         model.generation_config = GenerationConfig()
         # On a GPU, .generate would compile the forward for a static cache, which cannot be done
         # with the collectives.
@@ -451,7 +451,7 @@ def show(run, args):
     ((expected, *_), *alone) = run.reference_values(
         lambda model: continuations(model, prompts, args.new_tokens), references[:1]
     )
-    if run.dtype != torch.bfloat16:  # where equally likely tokens would have to be told apart
+    if run.dtype != torch.bfloat16:  # in bfloat16 the two may break ties differently
         pairs = [(row[-len(x[0][0]) :], x[0][0]) for row, x in zip(expected, alone, strict=True)]
         run.check("a prompt alone, or padded in a batch: tokens", pairs, tolerance=0.0)
     for name, model in models.items():
@@ -463,9 +463,9 @@ def show(run, args):
 def refuse_what_depends_on_length(config, tokens):
     """Raise UserError where longrope would take its factors for long texts, or a window slides.
 
-    Keys that are cached keep the factors of their time, in transformers, too. Then a text depends
-    on when its tokens were cached, and there is nothing to compare. With a sliding window, the
-    caches of transformers keep only the last tokens, each in its own layout.
+    In transformers, too, a cached key keeps the factors by which it was computed. So a text would
+    depend on when its tokens were cached, and there would be nothing to compare. With a sliding
+    window, transformers' caches keep the last tokens only, each kind of cache in its own layout.
     """
     if (window := window_of(config)) and tokens > window:
         raise UserError(f"sliding_window {window}: prompt and --new-tokens are {tokens}")

@@ -283,7 +283,7 @@ class Pipeline:
             groups = self.group, self.up
             return run_by_hand(self.stages[0], order, list(pieces), self.loss, *groups)
         key, losses = (len(sizes), ids.shape), []
-        if key not in self.made:  # in a schedule's first step ranks send the shapes
+        if key not in self.made:  # PyTorch's schedule fixes shapes in its first step
             self.made[key] = self.schedule_of_torch(len(sizes), ids.device)
         given = {"target": labels, "losses": losses} if self.is_last else {}
         logits = self.made[key].step(*[ids][self.rank :], attention_mask=mask, **given)

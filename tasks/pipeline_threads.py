@@ -365,7 +365,7 @@ def as_sequential(model, stops, devices):
     """Return a Llama or a GPT-2, without a mask, as an nn.Sequential of its labelled modules.
 
     stops: for each device, the layer before which its share ends. A tied LM head gets a copy of the
-    embedding: two threads would add to a shared gradient in whatever order.
+    embedding: else two threads would add to one gradient, in an order that may vary.
     """
     base, embedding, modules = base_of(model), embedding_of(model), []
     if model.lm_head.weight is embedding.weight:
@@ -607,7 +607,7 @@ def show_training(run, args, devices):
         for mode, trainer in trainers.items()
         if trained
     }
-    # The loss on the training samples, compared at the end with the loss on the same samples.
+    # The loss on the training samples, before training: at the end it must have fallen.
     first = {mode: trainer.validate(batches[0]) for mode, trainer in trainers.items()}
     for epoch in range(args.epochs):
         for mode in names if epoch % 2 == 0 else reversed(names):  # what ran before may matter
@@ -655,8 +655,8 @@ def make_epochs(run, args):
 def expect_epochs(run, batches, epochs, lr):
     """Train the unmodified model alike; return its losses, their least error, and [the model].
 
-    There are losses of each reference (see `checks.Comparison.references`), for each step and each
-    epoch's validation. The model's gradients are what the training has changed.
+    Each reference has a list of losses (see `checks.Comparison.references`), of all steps and each
+    epoch's validation. The model's .grad holds the changes of its parameters.
     """
     model = run.load_reference()
     models = [model, *([harness.wider_copy(model)] if run.dtype in harness.WIDER else [])]

@@ -18,7 +18,7 @@ FSDP2 splits each tensor once more (as in `data_parallel.py`), or `--replicate` 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 4 tasks/pretrain_2d.py --dp 2 --tp 2
 
 compares ten steps with a single-rank run of the unmodified model: losses, gradients, their norms,
-learning rates, parameters. `--output-dir DIR` keeps checkpoints, which other meshes read, too.
+learning rates, parameters. `--output-dir DIR` keeps checkpoints, which any other mesh can read.
 `--memory-budget` trains on long sequences instead, for which a single rank may have no room.
 """
 
@@ -72,7 +72,7 @@ class ScatteredRows(VocabularyRows):
 class TakeHeads(ColwiseParallel):
     """For columns that cut through heads: gathers all outputs, and takes this rank's heads.
 
-    heads: numbers of heads of D columns each; a KV head once for each query head that needs it.
+    heads: indices of heads, of D columns each; a KV head once for each query head that needs it.
     """
 
     def __init__(self, heads, D):
@@ -92,7 +92,7 @@ class TakeHeads(ColwiseParallel):
 class PutHeads(RowwiseParallel):
     """o_proj for uneven heads: its input is a Partial sum, zero outside of this rank's heads."""
 
-    def __init__(self, *pad):  # columns of other ranks' heads, before and behind
+    def __init__(self, *pad):  # how many columns other ranks' heads have, before and behind
         super().__init__(input_layouts=Partial(), output_layouts=TOKENS)
         self.pad = pad
 
@@ -154,10 +154,10 @@ def parallelize_2d(model, mesh, replicate=False):
 
     The plan splits it over tp, and FSDP2 over dp, unless dp is 1 or `replicate` is set. Works on a
     model without memory (device meta), too. Its logits are DTensors, split over the vocabulary. Its
-    forward takes whole ids, and raises ValueError for what `see_whole_sequence` refuses, and for
-    labels: `forward_backward` sums the gradients, too.
+    forward takes whole ids. It raises ValueError for what `see_whole_sequence` refuses, and for
+    labels: `forward_backward` takes them, and sums the gradients.
     Raises UserError for more ranks along tp than query heads or vocabulary entries, ValueError for
-    a model that is split already, or has norms of heads or a sliding window.
+    a model that is split already, or has norms of heads or, with tp > 1, a sliding window.
     """
     if window_of(model.config) and mesh["tp"].size() > 1:
         raise ValueError("a sliding window: not in this plan, where a layer sees its tokens alone")
@@ -181,11 +181,11 @@ def parallelize_2d(model, mesh, replicate=False):
 
 
 def see_whole_sequence(base, args, kwargs, ranks):
-    """Give a LlamaModel, as a pre-hook, its positions, and refuse what is not only causal.
+    """Give a LlamaModel its positions, as a pre-hook; refuse all but plain causal attention.
 
-    Hugging Face counts positions, and shapes masks, by the embeddings; a rank has only its tokens'
-    here. Raises ValueError for tokens that do not divide by the ranks along tp, for padding that a
-    mask hides, for packed documents, embeddings as input, a KV cache, and eager attention.
+    Hugging Face makes positions and masks by the shape of the embeddings, and here a rank has only
+    its own tokens'. Raises ValueError for tokens that do not divide by the ranks along tp, a mask
+    with padding, packed documents, embeddings as input, a KV cache, and eager or flex attention.
     """
     given = inspect.signature(base.forward).bind(*args, **kwargs).arguments
     given |= given.pop("kwargs", {})  # those without a name in the signature
@@ -201,7 +201,7 @@ def see_whole_sequence(base, args, kwargs, ranks):
         positions = torch.arange(ids.shape[1], device=ids.device)[None]
     elif (positions.diff() != 1).any():
         raise ValueError("position_ids that jump: not where each rank has its own tokens")
-    if base.config._attn_implementation in ("eager", "flex_attention"):  # the mask is theirs
+    if base.config._attn_implementation in ("eager", "flex_attention"):  # they need a mask
         raise ValueError(f"{base.config._attn_implementation} attention: use sdpa")
     return (), given | {"attention_mask": None, "position_ids": positions}
 
@@ -216,7 +216,7 @@ def refuse_labels(model, args, kwargs):
 
 
 def loss_of(model, batch, mesh):
-    """Return this rank's part of the mean loss over the labels of all ranks along dp, and how many.
+    """Return this rank's part of the mean loss over all labels along dp, and the labels' number.
 
     batch: ids and labels, (B/dp, S) each; labels are -100 at padding, which is on the right, where
     no other token sees it. Run it within `loss_parallel`, and its backward, too.
@@ -295,7 +295,7 @@ def evaluate(model, mesh, batches):
 class BatchIndices:
     """Yields, for each step from `first` on, the indices of this rank's rows: epoch after epoch.
 
-    sampler: the rank's indices of one epoch, in order. So a step's number is its place in the data,
+    sampler: the rank's indices of one epoch, in order. So a step's number says which rows it takes,
     and a resumed run reads no row of the steps before.
     """
 
@@ -447,8 +447,8 @@ def load_split(run, args, mesh, trial):
 def train_within(run, args, mesh, S):
     """Train on one batch of long sequences, with no more memory on a rank than --memory-budget.
 
-    Compared with the unmodified model are, before the training, all gradients on the beginning of
-    each sequence; and after it, without the limit, the first loss of the training.
+    Two things are compared with the unmodified model: before the training, all gradients for the
+    beginning of each sequence; after it, without the limit, the training's first loss.
     """
     ids, _, _ = harness.make_batch(run, args.batch_size, S)
     few = min(S, 16 * mesh["tp"].size())

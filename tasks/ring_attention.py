@@ -153,8 +153,8 @@ class Ring:
     The sequence is cut into chunks, numbered in its order. Rank r has chunk r; with `zigzag` there
     are 2P chunks, and rank r has chunk 2P-1-r, too. Queries see all keys of earlier chunks, and the
     keys of their own chunk that are not later. A hop is from rank r to r+1, or, with `zigzag`, to
-    r-1. So all ranks on a chunk's way to the last rank that needs it need the chunk, too. (With
-    several documents, a chunk stops at the last rank that has queries of the chunk's documents.)
+    r-1. So a chunk passes only ranks that need it, and stops at the last of them. (With several
+    documents in zigzag it may pass some that have no queries of the chunk's documents.)
 
     What there is to do and to send depends on the layout:
 
@@ -164,7 +164,7 @@ class Ring:
 
     All the way round, a rank sends 2 (P-1) T/P K D e bytes, for T = B S tokens with K KV heads of D
     numbers of e bytes. The backward sends keys and values again, and as many gradients, in float32
-    at least. So equal work costs half as many bytes again. (Zigzag: Llama 3, arXiv 2407.21783,
+    at least. So equal work takes 1.5 times the bytes. (Zigzag: Llama 3, arXiv 2407.21783,
     section 3.3.2.)
     """
 
@@ -239,8 +239,8 @@ class Ring:
         """Begin a hop; return {chunk: tensor being received}, and a function that waits for them.
 
         leaving: {chunk: (2, B, K, tokens, D)}, for all chunks here after `hop` hops; k: this rank's
-        keys. home: None for keys and values; for gradients their dtype: then the last rank on a
-        chunk's way sends the chunk's gradients home, to the first rank.
+        keys. home: None for keys and values; for gradients their dtype. The last rank on a chunk's
+        way sends the chunk's gradients home, to the first rank.
         """
         onward, back = self.along(self.rank, 1), self.along(self.rank, -1)
         sends = [(x, onward) for chunk, x in leaving.items() if self.last_hop[chunk] > hop]
@@ -263,7 +263,7 @@ def ring_of(group, length, zigzag, mask=None):
     """
     if mask is None:
         return build_ring(group, length, zigzag, None, None)
-    if mask.is_inference():  # its changes are not counted
+    if mask.is_inference():  # it has no version counter
         return build_ring.__wrapped__(group, length, zigzag, mask, None)
     return build_ring(group, length, zigzag, mask, mask._version)
 
@@ -299,7 +299,7 @@ def travel(ring, k, v):
 
 
 def ring_forward(ring, q, k, v):
-    """Run `RingAttention`: (outputs, log-sum-exps (B, N, S/P), what else the backward needs)."""
+    """Return outputs, log-sum-exps (B, N, S/P), and what else `ring_backward` needs."""
     wide, queries = torch.promote_types(q.dtype, torch.float32), ring.split(q)
     merged, rest = {}, {}
     for _, pairs, here in travel(ring, k, v):
@@ -340,7 +340,7 @@ def ring_backward(ring, grad, q, k, v, o, lse, rest):
 
 
 def add(coming, local, others):
-    """Add gradients that have come: those on their way to `others`, those come home to `local`."""
+    """Add received gradients: to `others` if they travel on, to `local` if they have come home."""
     for chunk, dkv in coming.items():
         (others if chunk in others else local)[chunk] += dkv
 
@@ -370,7 +370,7 @@ class RingAttention(torch.autograd.Function):
 
 @torch.compiler.disable  # messages between two ranks are no part of a graph
 def ring_attention(query, key, value, group, length=None, zigzag=False, mask=None):
-    """Attend causally from this rank's tokens to all: (B, N, S/P, D); key, value (B, K, S/P, D).
+    """Attend causally from query (B, N, S/P, D) to all ranks' key, value, (B, K, S/P, D) each.
 
     length: S, by default P times this rank's tokens; P or more. zigzag: which tokens a rank has,
     see `Ring`; `Ring(group, length, zigzag).order()` lists all ranks' tokens in turn. mask: None if
@@ -417,10 +417,10 @@ class RingLlama(SequenceParallelLlama):
 def ring_parallelize(model, mesh, zigzag=True):
     """Make a LlamaForCausalLM sequence-parallel in place, by a ring of the ranks of `mesh`.
 
-    It is used as a model after `sequence_parallelize`; there may be more ranks than heads. A rank's
-    own tokens are `model.tokens(S)`, and a forward of these tokens alone takes the mask
+    Use it as a model after `sequence_parallelize`; there may be more ranks than heads. A rank's own
+    tokens are `model.tokens(S)`, and a forward of these tokens alone takes the mask
     `model.attention_mask_info(S)`. Raises UserError for RoPE that depends on the length, ValueError
-    as `check_ordinary` does; for dropout of attention the forward raises it.
+    as `convert_attention` does; the forward raises ValueError for dropout of attention.
     """
     convert_attention(model, RingLlama, group_of_axis(mesh), "ring", attend_in_ring)
     for module in [model, *(layer.self_attn for layer in model.model.layers)]:
@@ -432,7 +432,7 @@ def ring_parallelize(model, mesh, zigzag=True):
 
 
 def comm_bytes_per_layer(model, B, S, group=None, num_kv_heads=None):
-    """Return the bytes that a rank with num_kv_heads sends in a layer, forward, backward: means."""
+    """Return a rank's mean bytes sent in a layer's forward and backward, with num_kv_heads."""
     ring, dtype = Ring(group or model.get_group(), S, model.zigzag), model.dtype
     hops = sum(ring.size(chunk) * ring.last_hop[chunk] for chunk in range(len(ring.tokens)))
     num_kv_heads = num_kv_heads or heads_of(model)[1]
@@ -445,7 +445,7 @@ def comm_bytes_per_layer(model, B, S, group=None, num_kv_heads=None):
 def check_simplest(run, group, batch_size, length):
     """Compare `ContiguousRing` with the unmodified model's attention, on random q, k, v.
 
-    Compared are this rank's outputs, and its gradients of q, k, v, from a random gradient of the
+    This rank's outputs are compared, and its gradients of q, k, v for a random gradient of the
     outputs.
     """
     config, length = run.source.config, max(length, group.size())  # each rank needs a token
@@ -487,7 +487,7 @@ def check_simplest(run, group, batch_size, length):
     for name, ours, theirs in zip(names, actual, expected, strict=True):
         pair = [ours, *(t[:, :, local] for t in theirs)]
         if name == "query grad" and group.rank() == 0:
-            # The first query sees one key, whatever it is: its gradient is 0, and rounding.
+            # The first query sees one key only: its gradient is 0, but for rounding.
             pair = [t[:, :, 1:] for t in pair]
         by_token = [t.transpose(1, 2).flatten(2) for t in pair]  # all heads of a token
         run.check(f"simplest ring, one attention: {name}", [by_token])

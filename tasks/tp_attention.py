@@ -3,13 +3,13 @@
 The one idea (Megatron-LM, arXiv 1909.08053, section 3): a head needs no other head until the
 output projection adds them up. So each rank owns N/P query heads with the key/value heads they
 attend to: their rows of q_proj, k_proj and v_proj, and their columns of o_proj. RoPE, mask and
-softmax run on local heads as they are. f in front (backward: all-reduce), g behind (forward:
+softmax run unchanged, on local heads. f stands in front (backward: all-reduce), g behind (forward:
 all-reduce): one collective each way.
 
     x --f--> q, k, v (local heads) --> RoPE, attention --> o_proj (partial sum) --g--> y
 
-With grouped-query attention, G = N/K query heads share a key/value head, and the shares follow the
-groups; here N = 8, K = 4 (q0 q1 use k0, and so on):
+With grouped-query attention, a group of G = N/K query heads has one key/value head. Ranks get whole
+groups, or, if there are too few, split a group. Here N = 8, K = 4 (q0 q1 use k0, and so on):
 
     ranks   rank 0       rank 1       rank 2       rank 3       ...
     3       q0..q3 k0k1  q4 q5 k2     q6 q7 k3                  uneven: 4 groups over 3 ranks
@@ -89,15 +89,15 @@ def tensor_parallelize_attention(attention, mesh):
 def make_masks(batch_size, seq_len, dtype, device):
     """Return {name: attention mask to add to the scores, (1 or B, 1, S, S), or None}.
 
-    With None, SDPA, which the model runs, is causal. (Eager attention would be bidirectional; here
-    that takes a mask of zeros.) ".sum()" names the causal mask of the assignment's template.
+    Without a mask the model's SDPA is causal, so bidirectional attention takes a mask of zeros. (In
+    eager attention None is bidirectional.) ".sum()": the causal mask of the assignment's template.
     """
     lowest = torch.finfo(dtype).min
     everything = torch.zeros(1, 1, seq_len, seq_len, dtype=dtype, device=device)
     causal = everything.masked_fill(torch.ones_like(everything).triu(1).bool(), lowest)
     padded = causal.repeat(batch_size, 1, 1, 1)
     padded[-1, :, :, : seq_len // 3] = lowest  # the last sequence is a third shorter
-    padded[-1, 0].fill_diagonal_(0)  # kernels differ if a token sees none: so padding sees itself
+    padded[-1, 0].fill_diagonal_(0)  # kernels differ on a query without keys: it sees itself
     kinds = {"causal": None, "bidirectional": everything, "causal, padded": padded}
     return kinds | {".sum()": causal}
 
@@ -126,7 +126,7 @@ def load_attention(run, config, read, mesh=None, layer_idx=0):
 
 
 def make_inputs(run, config, batch_size, seq_len):
-    """Return x and a gradient of the output, (B, S, H) each, by the seed, and RoPE's tables."""
+    """Return x and the output's gradient, (B, S, H), drawn from the seed, and RoPE's tables."""
     torch.manual_seed(run.seed)
     x, upstream = torch.randn(2, batch_size, seq_len, config.hidden_size, dtype=torch.float32)
     x, upstream = x.to(run.device, run.dtype), upstream.to(run.device, run.dtype)
@@ -176,8 +176,8 @@ def compare(run, title, reference, parallel, batch_size, seq_len):
         run.check_same_bits(f"{title} {mask_name} output, same bits on all ranks", y)
         if mask_name == "causal":
             expected_causal = [full[0] for full in expected_y]
-    # With the last mask no token may attend to padding: with other padding, the tokens behind it
-    # must have the same output; and a sequence without padding must have the causal mask's output.
+    # The last mask hides padding. So with other padding the tokens after it must have the same
+    # output; and a sequence without padding must have the causal mask's output.
     changed, padding = x.clone(), seq_len // 3
     changed[-1, :padding] += 1
     changed_y, _ = attention_step(parallel, changed, loss, rotary_tables, mask)

@@ -75,14 +75,14 @@ def tensor_parallelize(model, mesh, vocab_parallel=True, region_ops=None):
     q_norm, k_norm          (D,)        (D,)            Qwen3's: replicated; gradients summed
 
     Shares may be uneven; with more ranks than KV heads each KV head is held by several ranks (see
-    `shard_heads`). The model is used as before. Logits come out full, gathered from the ranks; if
-    `labels` are given, the loss is computed from the split logits, and `output.logits` is this
-    rank's (B, S, V/P), or None where these would take more than `LOSS_TILE_BYTES`: the LM head's
-    output is then its input. Attentions that are asked for are those of this rank's heads. Works on
-    a model without memory (device meta) too.
+    `shard_heads`). The model is used as before. Without labels, logits are gathered and come out
+    full. With `labels`, the loss is computed from split logits, and `output.logits` is this rank's
+    (B, S, V/P). Where these would take more than `LOSS_TILE_BYTES`, it is None: the LM head then
+    returns its input. Attention weights, if asked for, are of this rank's heads. Works on a model
+    without memory (device meta) too.
     region_ops: functions of (x, group), in place of f and g.
     Raises UserError for more ranks than query heads or vocabulary entries, ValueError for a model
-    that is split already, or built otherwise.
+    that is split already, or not built as a Llama.
     Source: Megatron-LM, arXiv 1909.08053, section 3.
     """
     group, (enter, leave) = group_of_axis(mesh), region_ops or (copy_to_region, reduce_from_region)
@@ -152,7 +152,7 @@ def split_vocabulary(model, group, enter=copy_to_region):
     embedding.__class__, head.__class__ = VocabParallelEmbedding, VocabParallelHead
     for part in embedding, head:
         part.get_group, part.rows = getter(group), rows
-    embedding.num_embeddings = head.full_size = vocab_size  # the embedding looks up all of them
+    embedding.num_embeddings = head.full_size = vocab_size  # its forward takes all ids
     head.register_forward_pre_hook(bind(f, enter=enter, group=group), with_kwargs=True)
     model.sum_of_losses = MethodType(sum_of_vocab_parallel_losses, model)
     model.loss_function = MethodType(vocab_parallel_loss, model)
@@ -214,7 +214,7 @@ def expect_no_loss(model, args, output):
     if head.in_tiles and isinstance(output, tuple):  # return_dict=False: the loss comes first
         output = output[0], None, *output[2:]
     elif head.in_tiles and output is not None:  # None: the forward has failed
-        # (A new one: set to None, an entry of the old one would keep its value.)
+        # (A new output: an entry of the old one that is set to None would keep its value.)
         output = type(output)(**(dict(output) | {"logits": None}))
     head.wants_loss = head.in_tiles = False
     return output
@@ -239,7 +239,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
     def forward(ctx, logits, targets, rows, group):
         first, stop = rows
         wide = torch.promote_types(logits.dtype, torch.float32)
-        lowest = torch.finfo(wide).min  # which can be subtracted from minus infinity
+        lowest = torch.finfo(wide).min  # finite: -inf minus -inf would be NaN
         here = (targets >= first) & (targets < stop)
         column = (targets - first).clamp(0, stop - first - 1)
         target = logits.gather(1, column[:, None])[:, 0].masked_fill(~here, 0).to(wide)

@@ -4,7 +4,7 @@ The one idea (Megatron-LM, arXiv 1909.08053, section 3): split the F hidden unit
 its input or output. Each rank owns F/P units: their rows of gate_proj and up_proj (column-parallel:
 the *output* dim is split) and their columns of down_proj (row-parallel: the *input* dim is split).
 The activation works unit by unit, so nothing is sent in between; at the end one all-reduce sums
-the ranks' partial outputs. Its mirror image is needed in the backward, in front of the block.
+the ranks' partial outputs. In the backward, one in front of the block sums its input's gradients.
 
     x --norm--> f --+--> gate_proj, up_proj (F/P units) --> act * --> down_proj --> g --> y
                     forward: nothing                     forward: all-reduce
@@ -14,19 +14,19 @@ f and g are `copy_to_region` and `reduce_from_region`, in utils/collectives.py.
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 4 tasks/tp_mlp.py
 
-prints the reference's and every rank's outputs and input gradients, the golden values of the
-assignment's demo among them (seed 1337, 4096 -> 14336, float32), and compares the output, the input
-gradient under .sum() and under a random upstream gradient, and every weight gradient under that.
+prints the reference's and every rank's outputs and input gradients, among them the golden values of
+the assignment's demo (seed 1337, 4096 -> 14336, float32). It compares output and input gradient for
+the loss .sum(), then all gradients for a random upstream gradient.
 
 Two questions that the assignment leaves open:
 
 * Recomputation and dropout. A block that is recomputed in the backward must drop the same values
-  again. `torch.utils.checkpoint` restores the random state for that; a hand-written autograd
-  function that calls the block again does not. The check `recomputed with dropout` would fail.
+  again. `torch.utils.checkpoint` restores the random state for that. A hand-written autograd
+  function that calls the block again does not: it would fail the check `recomputed with dropout`.
 * Do the gradients of the (replicated) norm have to be summed over ranks? No. f stands between the
   norm and the sharded layers, so what enters the norm's backward is summed already, and the norm's
   input is the same on all ranks: each rank computes the full gradient. The checks compare it with
-  the reference, and its bits between the ranks.
+  the reference's, and demand the same bits on all ranks.
 """
 
 import torch
@@ -89,7 +89,7 @@ def tensor_parallelize_mlp(mlp, mesh):
 
 
 def load_block(run, config, read, parallelize=None):
-    """Return a Block, or what parallelize(block) leaves of it here, filled by read(name, shard)."""
+    """Return a Block, or with `parallelize` this rank's share, filled by read(name, shard)."""
     with torch.device("meta"):
         block = Block(config)
     if parallelize:
@@ -130,13 +130,13 @@ def block_step(block, x, upstream=None, recompute=False):
 def compare(run, title, reference, parallel, x):
     """Run all checks of one block. reference: on rank 0, None elsewhere; x: the same on all ranks.
 
-    Returns the parallel block's output and input gradient under .sum(); and, for each of these two,
-    a list of the reference's and, below float64, the wider reference's.
+    For the loss .sum(), returns the parallel block's output and input gradient, and for each of the
+    two the expected values: the reference's and, below float64, those of its copy in a wider dtype.
     """
     references = run.references(reference)
     run.check_weights(title, parallel, references)
-    # The loss is .sum(), as in the assignment. expected_y: the reference's output, and below
-    # float64 the wider reference's, with which `tolerance.py` compares both y and the reference's.
+    # The loss is .sum(), as in the assignment. expected_y: the reference's output and, below
+    # float64, that of its wider copy. `tolerance.py` measures both errors against the wider copy.
     y, x_grad = block_step(parallel, x)
     expected_y, expected_x_grad = run.reference_values(
         lambda block: block_step(block, x), references
@@ -166,7 +166,7 @@ def compare(run, title, reference, parallel, x):
         results.append([*block_step(parallel, x, upstream, recompute)])
         results[-1] += [parameter.grad for parameter in parallel.parameters()]
     counter.remove()
-    # One forward where activations are kept; one more, in the backward, where they are not.
+    # One forward where activations are kept; two where they are recomputed in the backward.
     run.check(f"{title} forwards", [(torch.tensor(len(calls)), torch.tensor(3))], tolerance=0.0)
     dropped = results[0][0]
     run.check_same_bits(f"{title} with dropout, same bits on all ranks", dropped)
@@ -219,7 +219,7 @@ def show(run, args):
     if (*sizes, run.seed) == (4096, 14336, 1337) and run.dtype != torch.bfloat16:
         run.check_golden("output", y, GOLDEN_OUTPUTS)
         run.check_golden("input grad", x_grad, GOLDEN_INPUT_GRAD)
-    if run.dtype == torch.float32:  # rank 0's own rounding, by the assignment's bound
+    if run.dtype == torch.float32:  # the reference's rounding alone, by the assignment's bound
         for what, (rounded, exact) in zip(("output", "input_grad"), expected, strict=True):
             run.check_allclose("reference", f"float32 {what}", rounded, exact, f"float64 {what}")
 

@@ -1,7 +1,7 @@
 """From a neighbouring tutorial: tensor parallelism from nothing, a product and two layers by hand.
 
-The place to begin. A product y = x @ w has an x of (m, k), which every rank holds, and a w of
-(k, n), which is split: P ranks hold a part each. There are two ways to split it.
+The place to begin. In a product y = x @ w every rank holds all of x, (m, k), while w, (k, n), is
+split: each of P ranks holds a part of it. There are two ways to split w.
 
                         by columns                       by rows
     w, on a rank        (k, n/P)                         (k/P, n)
@@ -15,16 +15,16 @@ The place to begin. A product y = x @ w has an x of (m, k), which every rank hol
 An all-gather puts the parts side by side, an all-reduce adds them up; both leave the result on
 every rank. The forward of one way is the backward of the other.
 
-Two layers, y = fc2(fc1(x)), take one way each: fc1 by columns, fc2 by rows. A rank's columns of
-fc1's output are all that its rows of fc2 need, so nothing is sent between the layers:
+Of two layers, y = fc2(fc1(x)), the first is split by columns, the second by rows. A rank's columns
+of fc1's output are all that its rows of fc2 need, so nothing is sent between the layers:
 
     x --f--> fc1 (columns) --> fc2 (rows) --g--> y      forward:  one all-reduce, in g
                                                         backward: one all-reduce, in f
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 2 tasks/tp_naive.py
 
-multiplies whole numbers, (3, 4) by (4, 6), both ways, and trains two layers for two iterations:
-first layers of 128 x 128, then --model's: fc1 and fc2 are up_proj and down_proj of its first MLP.
+multiplies whole numbers, (3, 4) by (4, 6), both ways. Then it trains two layers for two iterations:
+of 128 x 128 first, then --model's own, up_proj and down_proj of its first MLP as fc1 and fc2.
 It prints each rank's model, output, loss and gradient of fc1, and compares them with one rank's.
 (The names f and g are from Megatron-LM, arXiv 1909.08053, section 3. Next: tp_mlp.py.)
 """
@@ -50,7 +50,7 @@ def share_of(size, group):
 
 
 def forward_by_columns(x, w_columns, n, group):
-    """Multiply x (m, k) by a w of which this rank has w_columns (k, n/P): y (m, n)."""
+    """Return y = x @ w, (m, n), from x (m, k) and this rank's columns of w, (k, n/P)."""
     y_columns = x @ w_columns  # (m, n/P)
     return gather_shares(y_columns, dim=1, size=n, group=group)
 
@@ -65,7 +65,7 @@ def backward_by_columns(dy, x, w_columns, group):
 
 
 def forward_by_rows(x, w_rows, group):
-    """Multiply x (m, k) by a w of which this rank has w_rows (k/P, n): y (m, n)."""
+    """Return y = x @ w, (m, n), from x (m, k) and this rank's rows of w, (k/P, n)."""
     first, stop = share_of(x.shape[1], group)
     x_columns = x[:, first:stop]
     return all_reduce(x_columns @ w_rows, group)
@@ -159,7 +159,7 @@ class RowLinear(nn.Module):
     def forward(self, x):
         """(B, k/P) -> (B, n)."""
         y = SumOverRanks.apply(F.linear(x, self.weight), self.group)
-        return y if self.bias is None else y + self.bias  # once, behind the sum
+        return y if self.bias is None else y + self.bias  # after the sum, so that it is added once
 
     def extra_repr(self):
         return f"in_features={self.weight.shape[1]} on this rank, out_features={len(self.weight)}"
@@ -189,7 +189,7 @@ def main():
 def show(run, args):
     """Show the product, and then the training of two layers: random layers, and --model's."""
     group = group_of_axis(run.mesh("tp"))
-    name = run.source.name  # a --model that cannot be used is refused before anything is shown
+    name = run.source.name  # before anything is shown, raises for a --model that cannot be used
     run.print_in_order(f"rank={run.rank}, world_size={run.world_size}")
     show_product(run, group)
     for title, make in ("128 x 128", random_layers), (name, layers_of_model):
@@ -226,7 +226,7 @@ def show_product(run, group):
 
 
 def random_layers(run, split=None):
-    """Return two layers of 128 x 128, by the seed the same on every rank before they are split."""
+    """Return two layers of 128 x 128, drawn from the seed: before the split alike on all ranks."""
     torch.manual_seed(run.seed)
     layers = TwoLayers(128, 128)
     return run.place(split(layers) if split else layers)
@@ -262,7 +262,7 @@ def train_step(model, x, target):
 
 
 def show_training(run, title, reference, model, args):
-    """Train by SGD on a batch, beside the reference, which rank 0 has; it is None elsewhere."""
+    """Train by SGD on one batch; compare with the reference (rank 0's; elsewhere None)."""
     references = run.references(reference)
     run.print0(f"--- two layers, {title}")
     run.print0(f"model of one rank: {reference}")
@@ -285,7 +285,7 @@ def show_training(run, title, reference, model, args):
 def compare(run, title, model, references, actual, expected, lr):
     """Print what each rank has after an iteration, and check it.
 
-    actual: the three tensors that train_step returned; expected: for each, those of the references.
+    actual: the three tensors that train_step returned; expected: for each, the references' values.
     """
     (y, x_grad, errors), (expected_y, expected_x_grad, expected_errors) = actual, expected
     loss, expected_losses = errors.mean(), [one.mean() for one in expected_errors]
@@ -299,7 +299,7 @@ def compare(run, title, model, references, actual, expected, lr):
     run.show_texts("fc1_grad", harness.brief(expected_grad), part)
     run.show("input grad", expected_x_grad[0], x_grad)
     run.check(f"{title}: outputs", [(y, *expected_y)])
-    # A single number, such as the loss, is off by chance: its bound is the error of its terms.
+    # How far off one number is depends on chance: so the loss's bound is its terms' rms error.
     least_error = harness.error_of_mean(*expected_errors)
     run.check(f"{title}: loss", [(loss, *expected_losses)], least_error=least_error)
     run.check(f"{title}: input grad", [(x_grad, *expected_x_grad)])

@@ -1,8 +1,8 @@
 """From a neighbouring tutorial: training with TP, with the same losses and a part of the memory.
 
-It runs the tutorial's experiments on our Llama (the tutorial's product and two layers are in
-tp_naive.py): five iterations of SGD, on a sentence and on a padded batch, with Task 2's two splits,
-one at a time and together, each against the unmodified model on one rank:
+It runs the tutorial's experiments on our Llama: five iterations of SGD, on a sentence and on a
+padded batch, each compared with the unmodified model on one rank. Task 2's two splits are used one
+at a time and together. (The tutorial's product and two layers are in tp_naive.py.)
 
                             TP              loss parallel   both
     attention, MLP          1/P on a rank   whole           1/P
@@ -13,9 +13,9 @@ one at a time and together, each against the unmodified model on one rank:
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 2 tasks/tp_training.py
 
-`--profile` records instead what tensors hold over a step. With a large vocabulary it is the logits,
-T x V numbers for T tokens: Hugging Face's loss has three such tensors at once, Task 2's loss has
-two, of 1/P each.
+`--profile` records instead how many bytes tensors take over a step. With a large vocabulary,
+logits take most, T x V numbers for T tokens: Hugging Face's loss has three such tensors at once,
+Task 2's loss has two, of 1/P each.
 `--trace FILE` keeps what torch.profiler recorded, to be looked at in Perfetto or chrome://tracing.
 """
 
@@ -135,7 +135,7 @@ def show_training(run, mesh, batch, lr, iterations):
         return trained(model, loss), torch.stack(kept).detach()
 
     expected, tokens = run.reference_values(expect, references)
-    # Rounded weights shift all later losses alike: their errors are not independent.
+    # Rounding of weights shifts all later losses the same way: their errors do not average out.
     least_error = harness.LIMITS["rms"] * harness.error_of_mean(*tokens)
     harness.refuse_if_endless(expected[0], lr)
     for wide in references[1:]:
@@ -166,7 +166,7 @@ def show_training(run, mesh, batch, lr, iterations):
 
 
 def profile(run, mesh, args):
-    """Record what tensors hold over a step: of one process, TP, and TP with split logits."""
+    """Record tensors' bytes over a step: in one process, with TP, and with split logits, too."""
     ids, _, _ = harness.make_batch(run, args.batch_size, args.seq_len)
     V, memory = run.source.config.vocab_size, {}
     size = f"{args.batch_size} x {args.seq_len} tokens"

@@ -1,7 +1,7 @@
 """Bonus: tensor x sequence parallelism, on a mesh of two axes.
 
-The mesh has P = sp x tp ranks. The ranks of a row share the weights of a Llama, as in Task 2; the
-ranks of a column have the same part of the weights, and share the tokens. A rank computes (with
+The mesh has P = sp x tp ranks. A Llama's weights are split over the ranks of a row, as in Task 2;
+the ranks of a column have the same part of the weights, and split the tokens. A rank computes (with
 Task 2's f and g)
 
     ids (B, S) -> its S/sp tokens -> embedding rows V/tp -> g
@@ -46,7 +46,7 @@ from utils.shards import ReplicatedKVLinear
 
 
 def fewest_heads(config, tp):
-    """Return how many query heads the rank has that has the fewest of the `tp` ranks."""
+    """Return the smallest number of query heads that a rank has, of `tp` ranks."""
     N, K = config.num_attention_heads, config.num_key_value_heads
     shares = (shard_heads(N, K, tp, rank)[0] for rank in range(tp))
     return min(stop - first for first, stop in shares)
@@ -169,8 +169,8 @@ def main():
 def default_tp(config, ranks, sequence):
     """Return the default number of ranks along tp: 2 if the ranks are an even number, else 1.
 
-    If that leaves too few heads, to share out or for Ulysses to exchange, return the next larger
-    number that leaves enough, or else a smaller number.
+    If that leaves too few heads for all ranks along tp, or for Ulysses to exchange, return the next
+    larger number that leaves enough, or else a smaller number.
     """
     usual = 2 - ranks % 2
     divisors = [tp for tp in range(1, ranks + 1) if ranks % tp == 0]

@@ -72,8 +72,8 @@ SAME = (
 def local_loss(model, ids, embed=None, labels=None, position_ids=None, attention_mask=None):
     """Return this rank's part of the mean next-token loss; the ranks' parts add up to it.
 
-    For one document a row, without virtual tokens, it needs the model and ids alone, which are the
-    same on all ranks. With packed documents and prompts `shard_loss` gives the other arguments.
+    ids are the same on all ranks. With one document a row, and no virtual tokens, model and ids are
+    all it needs. For packed documents and prompts `shard_loss` gives the other arguments.
     Nothing is gathered: a rank has the hidden states and the logits of its own tokens.
 
                     full                local
@@ -112,12 +112,12 @@ def shift_and_split(model, labels):
 def shard_loss(model, ids, mesh, techniques=None):
     """Return this rank's part of the mean next-token loss, with PEFT and packed documents, too.
 
-    It is `local_loss`, with what a virtual prompt and packing add: virtual tokens stand before
-    each document and have no label, as filler has none; positions restart with each document; its
-    first token is predicted from nothing; and a token sees its own document alone.
+    It is `local_loss` for virtual prompts and packing, too. Virtual tokens stand before each
+    document. They and filler have no label, nor has a document's first position, which nothing
+    predicts. Positions restart with each document, and a token sees its own document alone.
 
     (Task 4's `model(ids, labels=ids).loss` is the sum of all ranks' parts, on every rank. Both
-    losses give the same gradients: a rank's weights get the gradient of its own tokens' losses.)
+    losses give a rank the same gradients: those of its own tokens' use of the weights.)
 
     model: a sequence-parallel LlamaForCausalLM, alone or under PEFT. mesh: of the one axis on which
     the sequence is split. ids: (B, S), on all ranks; or packed, (B, 2, n + S): `documents.pack`.
@@ -153,7 +153,7 @@ def shard_loss(model, ids, mesh, techniques=None):
         return tokens.index_put(virtual, prompt[virtual[0], local_places[virtual]].to(tokens))
 
     labels = ids.masked_fill(places == 0, -100)
-    if techniques:  # which check the adapters
+    if techniques:  # sequence_loss checks the adapters
         from memory.long_sequence import sequence_loss
 
         targets, count = shift_and_split(base, labels)
@@ -167,7 +167,7 @@ def shard_loss(model, ids, mesh, techniques=None):
 def virtual_tokens(model, batch_size):
     """Return the virtual prompt, (B, n, H); n is 0 without prompt tuning.
 
-    Raises ValueError for prompts that are no embeddings (prefix tuning) or bring their own loss.
+    Raises ValueError for all other prompts of PEFT's than PROMPT_TUNING and P_TUNING.
     """
     config = getattr(model, "active_peft_config", None)
     enabled = getattr(model.forward, "__self__", model) is model  # not under `disable_adapter`
@@ -185,7 +185,7 @@ def virtual_tokens(model, batch_size):
 
 
 def forward_backward(model, ids, mesh, techniques=None, norms=None):
-    """Run forward, backward, and gradients' all-reduce; return this rank's part of the loss.
+    """Run forward and backward, all-reduce gradients; return this rank's part of the loss.
 
     Several microbatches before an optimizer step add up: each call sums its own gradients alone.
     norms: a list that gets the norm of each gradient before the sum, of this rank's tokens alone.

@@ -86,7 +86,7 @@ def causal(query, key, value):
 
 
 def ulysses_attention(query, key, value, group, attend=causal, length=None, heads=None):
-    """Attend among all tokens on this rank's heads, given and returning all heads of its tokens.
+    """Attend with this rank's heads to all tokens; take and return all heads of its own tokens.
 
                         per rank before     sent to rank r              per rank after
     query               (B, N, S/P, D)      its heads, (S/P, B, N/P, D)     (B, N/P, S, D)
@@ -149,7 +149,7 @@ def split_sizes(group, heads, S):
 
 
 def to_heads(query, key, value, group, heads, S):
-    """Turn all heads of this rank's tokens into its heads of all S; see `ulysses_attention`.
+    """Swap all heads of this rank's tokens for its heads of all tokens; see `ulysses_attention`.
 
     Query, key and value travel in one packed all-to-all. A KV head goes to every rank that has
     query heads of its group; its gradient is the sum of what these ranks send back. Within a piece
@@ -169,7 +169,7 @@ def to_heads(query, key, value, group, heads, S):
 
 
 def to_tokens(output, group, heads, S):
-    """Turn (B, S, n, D) of this rank's heads back into (B, S/P, N, D) of its tokens."""
+    """Swap back: this rank's heads of all tokens, (B, S, n, D), for (B, S/P, N, D)."""
     tokens, queries, _ = split_sizes(group, heads, S)
     B, _, n, D = output.shape
     local_tokens = tokens[group.rank()]
@@ -184,19 +184,19 @@ def sequence_parallelize(model, mesh):
     """Make a LlamaForCausalLM sequence-parallel in place, over the ranks of `mesh`, of one axis.
 
     Weights stay whole on all ranks. The model is used as before (see `SequenceParallelLlama`), but
-    on each rank the gradients of weights and of `inputs_embeds`, which are full there, come from
-    its own tokens: call `sum_gradients` after the backward. Any sequence length and batch size;
-    query heads, KV heads and tokens are shared out unevenly where they do not divide.
+    a rank's gradients of weights and `inputs_embeds`, of full shape, come from its own tokens only:
+    call `sum_gradients` after the backward. Sequence length and batch size may be any; query heads,
+    KV heads and tokens that do not divide by the ranks are dealt out unevenly.
 
     `model.tokens(S)` says which tokens this rank has. With these tokens only, call
     `model.model(inputs_embeds=..., position_ids=..., attention_mask=model.attention_mask_info(S))`:
     it returns their hidden states, (B, S/P, H).
 
-    The model may be tensor-parallel along another axis: then the heads that are shared out are
+    The model may be tensor-parallel along another axis: then the heads that are dealt out are
     those of a rank of that axis. Works on a model without memory (device meta) too. Raises
     UserError for more ranks than query heads and for RoPE that depends on the length of the
     sequence, ValueError as `convert_attention` does.
-    Whole KV groups are dealt out: 4 groups on 3 ranks leave one rank with two, and twice the time.
+    Whole KV groups are dealt out: of 4 on 3 ranks one rank gets two, and takes twice as long.
     Source: DeepSpeed-Ulysses, arXiv 2309.14509, section 3.
     """
     group = group_of_axis(mesh)

@@ -9,7 +9,7 @@ all-reduce is a reduce-scatter and an all-gather; norms come in between:
     out of a block          g: all-reduce; nothing      reduce-scatter of tokens; all-gather
     a norm's gradient       equal along tp              a sum over the tokens of all ranks
 
-(forward; backward). Both send as many bytes; where layers are recomputed, this sends more. Shapes
+(forward; backward). Both send equally many bytes; if layers are recomputed, this sends more. Shapes
 as in `utils/__init__.py`; S is a multiple of the ranks.
 """
 
@@ -104,7 +104,7 @@ def split_between_blocks(model, group):
 
     def take_inputs(llama, args, kwargs):
         ids, given = args[0] if args else kwargs.pop("input_ids", None), kwargs.get("inputs_embeds")
-        if given is None:  # rows added up over ranks and tokens dealt out, in one
+        if given is None:  # one collective sums rows over ranks, and splits tokens
             local = ScatterSums.apply(llama.embed_tokens.part(ids), group)
         else:
             local = TakeTokens.apply(given, group)

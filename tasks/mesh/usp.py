@@ -25,7 +25,7 @@ def usp_attention(module, query, key, value, attention_mask, **kwargs):
 
 
 class USPLlama(RingLlama):
-    """Takes and returns full sequences; a Ulysses group shares the tokens of a place in a ring."""
+    """Takes and returns full sequences; a Ulysses group splits the tokens of a place in a ring."""
 
     def order(self, length):
         return ring_of(self.get_ring(), length, self.zigzag).order()
@@ -47,7 +47,7 @@ def usp_parallelize(model, mesh, ulysses, zigzag=True):
 
     ulysses: how many neighbours exchange heads; a ring has one rank of each group of neighbours.
     With 4 ranks and ulysses=2, the pairs (0, 1) and (2, 3) exchange heads, (0, 2) and (1, 3) are
-    rings, and ranks 0 and 1 share the tokens of the rings' first place.
+    rings, and ranks 0 and 1 split the tokens of the rings' first place.
     """
     group = group_of_axis(mesh)
     rank, ranks = group.rank(), group.size()

@@ -23,7 +23,7 @@ from importlib import import_module
 def load_when_used(package):
     """Return a package's `__getattr__`: the first use of a name loads its module, by names.py.
 
-    So a script can `import harness` on top, and who imports its technique loads nothing of harness.
+    So a script can `import harness` at its top, and still its technique loads nothing of harness.
     """
 
     def load(name):

@@ -8,7 +8,7 @@ refused if they do more than stand before the embeddings: bring keys and values,
 
 import inspect
 
-# Names of the packages of PEFT's layers, or else of their classes; of LoRA's variants, classes.
+# PEFT's layers: by package in peft.tuners, others by class; and LoRA's variants, by class.
 BY_TOKEN = {
     "adaption_prompt", "beft", "boft", "bone", "c3a", "deft", "delora", "fourierft", "frod",
     "glora", "gralora", "hira", "hra", "ia3", "ln_tuning", "loha", "lokr", "lora", "miss", "oft",
@@ -23,11 +23,11 @@ VIRTUAL_TOKENS = "PROMPT_TUNING", "P_TUNING", "MULTITASK_PROMPT_TUNING"
 
 
 def adapters_of(model):
-    """Return the kinds of PEFT's adapters in a model's layers, by the names in `BY_TOKEN`."""
+    """Return the names, such as those in `BY_TOKEN`, of PEFT's adapters in a model's layers."""
     names = set()
     for module in model.modules():
         if type(module).__module__.startswith("peft."):
-            layer = getattr(module.forward, "__self__", module)  # X-LoRA's work for LoRA's
+            layer = getattr(module.forward, "__self__", module)  # X-LoRA replaces LoRA's forward
             _, *path = type(layer).__module__.split(".")
             names.add(path[1] if path[0] == "tuners" else type(layer).__name__)
             active = getattr(layer, "active_adapters", ())
@@ -39,8 +39,8 @@ def adapters_of(model):
 def check_prompt():
     """Raise ValueError for a prompt of PEFT's that is more than virtual tokens.
 
-    The prompt is not a part of the model before which it stands. Only the frame of PEFT's forward,
-    which has called the model's forward, tells of the prompt.
+    The prompt is no part of the model. Only PEFT's forward, which has called the model's
+    forward, knows of the prompt: so look for its frame on the call stack.
     """
     frame = inspect.currentframe()
     while frame:
@@ -54,7 +54,7 @@ def check_prompt():
 
 
 def check_by_token(model):
-    """Raise ValueError for adapters not known to treat each token alone, and by `check_prompt`."""
+    """Raise ValueError for adapters not known to treat tokens alone, and as `check_prompt` does."""
     if unknown := adapters_of(model) - BY_TOKEN:
         raise ValueError(f"{', '.join(sorted(unknown))}: adapters that are not known to treat each "
                          "token alone, as a split sequence needs it")  # fmt: skip
@@ -62,7 +62,7 @@ def check_by_token(model):
 
 
 def refuse_adapters(model):
-    """Raise ValueError for adapters (none is right on slices of weights), and by `check_prompt`."""
+    """Raise ValueError for adapters (slices of weights take none), and as `check_prompt` does."""
     if names := adapters_of(model):
         raise ValueError(f"{', '.join(sorted(names))}: PEFT's adapters do not know of slices of "
                          "weights; use them with sequence parallelism alone")  # fmt: skip

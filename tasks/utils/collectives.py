@@ -115,8 +115,8 @@ def subgroup(group, name, start, stop, step=1):
     """Return the process group of `group`'s ranks [start:stop:step].
 
     All ranks of `group` call it together, each for its own subgroup, because NCCL may split the
-    communicator. name: a name of the split, so that all ranks create a subgroup or all reuse one:
-    PyTorch names a group by how many groups its rank has made. The timeout is `group`'s.
+    communicator. name: of the split, so that either all ranks create subgroups, or all reuse theirs
+    (PyTorch names a group by how many groups its rank has made). The timeout is `group`'s.
     """
     members = dist.get_process_group_ranks(group)[start:stop:step]
     device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
@@ -127,7 +127,7 @@ def subgroup(group, name, start, stop, step=1):
 def all_reduce(tensor, group):
     """Sum over the ranks of `group`, out of place: autograd may still need the input.
 
-    With gloo, few bytes cost as much time as they take steps. Its all-reduce scatters the sum, and
+    With gloo, the number of steps decides the time for few bytes. Its all-reduce scatters the sum,
     then gathers it; an all-gather, after which each rank adds up for itself, takes half the steps.
     """
     by_gloo = tensor.device.type == "cpu" and dist.get_backend(group) == "gloo"

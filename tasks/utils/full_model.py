@@ -28,7 +28,7 @@ from utils.shards import full_shape_of, shard_of
 def parameters_of(model):
     """Return {name: parameter}, by the names that the model has without torch.compile's wrappers.
 
-    Makes FSDP2's parameters slices again: after a forward without a backward, its root's are whole.
+    Reshards FSDP2's parameters: after a forward without a backward, its root's would be whole.
     Raises ValueError as `refuse_lost_slices` does.
     """
     from utils.refusals import refuse_lost_slices
@@ -63,7 +63,7 @@ def clip_grad_norm_(model, max_norm, group=None):
     It takes the place of `torch.nn.utils.clip_grad_norm_`, which would take each rank's slices for
     all gradients. Returns the norm before the scaling; raises ValueError as `grad_norm` does.
     """
-    norm = grad_norm(model, group)  # and FSDP2's units are slices from now on
+    norm = grad_norm(model, group)  # which also reshards FSDP2's units
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # PyTorch's own formula
     with torch.no_grad():
         for parameter in model.parameters():
@@ -88,7 +88,7 @@ def grad_norm(model, group=None):
         for part, norm in table:
             expected = first.setdefault(part, norm)
             if not math.isfinite(norm):
-                first[part] = norm  # whichever rank has it: all ranks are to return it
+                first[part] = norm  # of any rank: all ranks must return it
             # (Ranks that compute the same by different kernels may round differently. Where a sum
             # was left out, norms differ by more. A norm that is not finite is left to the caller.)
             if abs(norm - expected) > 1e-2 * max(norm, expected):
@@ -238,8 +238,8 @@ def save_pretrained(model, folder, max_shard_size="5GB", group=None):
     names at the end, when all are complete; settings are overwritten in place just before. If
     weights cannot be written, all earlier files are still there, and all ranks raise OSError.
 
-    Of a PEFT model only the adapter is written, by PEFT: virtual tokens of any model, other
-    adapters of a model whose weights are whole. Raises ValueError for others, and as `describe`
+    Of a PEFT model only the adapter is written, by PEFT: virtual tokens, or, if the model's weights
+    are whole on each rank, any adapter. Raises ValueError for other adapters, and as `describe`
     does.
     """
     model = getattr(model, "_orig_mod", model)  # of torch.compile(model)
@@ -348,7 +348,7 @@ def write_safetensors(path, found, tensors):
 
 
 def library_class(model):
-    """Return a model's class in transformers, or the class that a technique has mixed into its own.
+    """Return a model's class in transformers, without what a technique has mixed into it.
 
     Raises ValueError for a model of another library.
     """

@@ -1,4 +1,4 @@
-"""Gradients: their sums over ranks, in few messages; and how to keep one backward's apart."""
+"""Gradients: their sums over ranks, in few messages; and how to sum one backward's alone."""
 
 from contextlib import contextmanager
 
@@ -12,7 +12,7 @@ from utils.collectives import all_reduce_
 def check_mesh(tensors, group):
     """Raise ValueError for DTensors whose mesh has several ranks of `group`, replicated or not.
 
-    Over ranks of which only one is in a DTensor's mesh, its sum is the sum of the local parts.
+    For other DTensors, whose mesh has one of these ranks, the sum is that of the local parts.
     """
     ranks = set(dist.get_process_group_ranks(group))
     for tensor in tensors:

@@ -1,5 +1,5 @@
 """Attention by the device's own kernels, with the log-sum-exps that `scaled_dot_product_attention`
-keeps to itself. By these the backward can be run alone, and attention to blocks of keys be merged.
+keeps to itself. They let the backward run alone, and merge attention to several blocks of keys.
 
 Shapes as in `utils/__init__.py`. Source: FlashAttention-2, arXiv 2307.08691, section 3.1.
 """
@@ -28,14 +28,14 @@ def kernel_of(q, k, causal=True, bias=None):
         device  dtype               heads       what is seen                kernel
         cpu     any                 any         anything                    cpu
         cuda    float64             any         anything                    plain, written out below
-                any                 D % 8       anything                    plain
+                any                 D % 8 != 0  anything                    plain
                 bfloat16            any         anything, GPUs before 8.0   plain
                 bfloat16            D <= 128    see `cudnn_is_right`        cudnn
                 bfloat16, float16   D <= 256    no bias; GPUs from 8.0 on   flash
                 others                                                      efficient
 
-    (8.0: the GPU's compute capability. Causal over more or fewer keys than queries, flash would
-    count the tokens from the end: "efficient" takes that.)
+    (8.0: the GPU's compute capability. Where causal attention has more or fewer keys than queries,
+    flash would align the last ones, not the first: there "efficient" is taken.)
     """
     if q.device.type == "cpu":
         return "cpu"
@@ -54,9 +54,9 @@ def kernel_of(q, k, causal=True, bias=None):
 def cudnn_is_right(q, k, causal=True, bias=None):
     """Tell whether cuDNN's kernels are right here; they are quicker, by a third or more on an H200.
 
-    They are for bfloat16 without a bias, D <= 128, and 128 queries or more: causal over as many
-    keys, or queries and keys in whole tiles of 128. Elsewhere they go wrong without an error: with
-    a bias, in rows that see little, or with keys that end within a tile, gradients may be NaN
+    They are right for bfloat16 without a bias, D <= 128, and 128 queries or more: if causal, with
+    as many keys; else with whole tiles of 128. Elsewhere they go wrong without an error: with a
+    bias, in rows that see little, or with keys that end within a tile, gradients may be NaN
     (pytorch issue 196678, cudnn-frontend issue 1072); on Blackwell numbers may be wrong where KV
     heads are few (pytorch issue 193893), so only GPUs of capability 9 use them. Their backward adds
     in any order: they are not used with deterministic algorithms.
@@ -89,7 +89,7 @@ def sum_over_heads(num_kv_heads, *gradients):
 def cpu_kernel_supports_gqa():
     """Tell whether the CPU's kernel is right for fewer KV heads than query heads.
 
-    PyTorch 2.7's kernel accepts them, but reads past the last KV head, where this has ones.
+    PyTorch 2.7's kernel accepts them, but reads past the last KV head, where this test has ones.
     """
     q, kv = torch.zeros(1, 2, 1, 8), torch.zeros(1, 2, 1, 8)
     kv[:, 1] = 1
@@ -106,7 +106,7 @@ def bias_of(seen, like):
 
 
 def as_taken(kernel, heads, *keys):
-    """Return KV heads (B, k, T, D) as a kernel takes them: unchanged, or one a query head."""
+    """Return KV heads (B, k, T, D) as a kernel takes them: as they are, or one per query head."""
     grouped = kernel in ("flash", "cudnn") or (kernel == "cpu" and cpu_kernel_supports_gqa())
     return keys if grouped else [for_all(t, heads) for t in keys]
 
@@ -133,9 +133,9 @@ def heads_last(t):
 def attend(q, k, v, causal=True, bias=None):
     """Attend from q (B, n, S, D) to k, v (B, k, T, D): (o, log-sum-exps (B, n, S), rest).
 
-    causal: token i sees keys 0 to i. bias: (B, 1, S, T), of q's dtype, is added to the scores; it
-    alone says then what is seen, whatever `causal` is (see `bias_of`). rest: what `attend_backward`
-    takes besides. A query that sees nothing gets 0, and a log-sum-exp that means nothing.
+    causal: token i sees keys 0 to i. bias: (B, 1, S, T), of q's dtype, is added to the scores (see
+    `bias_of`); with a bias, `causal` is ignored. rest: more arguments for `attend_backward`. A
+    query that sees nothing gets 0, and a log-sum-exp that means nothing.
     """
     causal = causal and bias is None
     kernel = kernel_of(q, k, causal, bias)

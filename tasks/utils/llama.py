@@ -27,7 +27,7 @@ def getter(group):
 
 
 def bind(function, **given):
-    """Do as functools.partial, whose arguments copy.deepcopy would copy; see `getter`."""
+    """Do as functools.partial, but deepcopy leaves the arguments as they are; see `getter`."""
     return lambda *args, **kwargs: function(*args, **given, **kwargs)
 
 
@@ -51,9 +51,9 @@ def window_of(config):
 
 
 def check_ids(ids, vocab_size):
-    """Raise IndexError, as a full embedding does, for ids that no rank has: they would count as 0.
+    """Raise IndexError, as a full embedding does, for ids that no rank has: else zeros come out.
 
-    On a GPU it is an assertion of the device, as ever, for which nobody waits here.
+    On a GPU it is a device-side assertion, as for any embedding, and is not waited for here.
     """
     F.embedding(ids, torch.zeros((), device=ids.device).expand(vocab_size, 1))
 
@@ -84,7 +84,7 @@ def refuse_adapters_across_tokens(model):
 def guard_dropout(model, ranks):
     """Refuse dropout of attention in training, with a ValueError, if ranks have different heads.
 
-    With one seed, which the ranks need, they would drop the same numbers of different heads.
+    All ranks need one seed, so they would drop the same entries in different heads.
     """
     if ranks > 1:
         from utils.refusals import refuse_dropout
@@ -95,8 +95,8 @@ def guard_dropout(model, ranks):
 def share_batches(model, group):
     """Remember that the ranks of `group` share each batch, and refuse DDP over several of them.
 
-    DDP would average parts of one gradient, or the gradients of different slices. Trainer and
-    accelerate would do this, too, by themselves, under torchrun.
+    DDP would average parts of one gradient, or the gradients of different slices. Under torchrun,
+    Trainer and accelerate would wrap the model in DDP without being asked.
     """
     model.sharing = [*getattr(model, "sharing", []), getter(group)]
     from utils.refusals import check_first, refuse_shared_batches

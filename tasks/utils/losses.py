@@ -16,15 +16,15 @@ from torch.autograd.function import once_differentiable
 class CrossEntropy(torch.autograd.Function):
     """The loss of every token, (...), from logits (..., V) and targets (...).
 
-    loss = log sum exp(logits - largest) - (target's logit - largest). Without the largest, sums of
-    exponentials overflow; and were it added to their logarithm again, as in `logsumexp`, the result
-    would be rounded to the largest's size, and the gradient, which is made from it, as well.
+    loss = log sum exp(logits - largest) - (target's logit - largest). If the largest logit were not
+    subtracted, exponentials would overflow. If it were added to the log again, as in `logsumexp`,
+    the result, and the gradient that is made from it, would be rounded to the largest logit's size.
     """
 
     @staticmethod
     def forward(ctx, logits, targets):
         wide = torch.promote_types(logits.dtype, torch.float32)
-        lowest = torch.finfo(wide).min  # which can be subtracted from minus infinity
+        lowest = torch.finfo(wide).min  # finite: -inf minus -inf would be NaN
         largest = logits.amax(-1, keepdim=True).to(wide).clamp(min=lowest)
         log_sum = logits.to(wide, copy=True).sub_(largest).exp_().sum(-1, keepdim=True).log_()
         ctx.save_for_backward(logits, targets, largest, log_sum)

@@ -17,7 +17,7 @@ def send(tensor, target, group):
 
 
 def receive(source, group, shapes, like):
-    """Yield the tensors, of these shapes, that a rank of `group` sends; the next is under way.
+    """Yield tensors of these shapes, sent by a rank of `group`; meanwhile the next is on its way.
 
     like: a tensor of their dtype and device.
     """

@@ -73,7 +73,7 @@ def refuse_lost_slices(model):
     FSDP2's `fully_shard` does so, and `load_state_dict(assign=True)`. A rank's slice would count as
     the full tensor from then on.
     """
-    if not vars(model).get("of_slices"):  # else every token would walk through all modules
+    if not vars(model).get("of_slices"):  # kept: a walk through all modules at each token is slow
         named = model.named_modules()
         model.of_slices = [(place, part) for place, part in named if hasattr(part, "slices")]
     for place, module in model.of_slices:
@@ -86,7 +86,7 @@ def refuse_lost_slices(model):
 
 
 def refuse_own_loss(model, expected=ForCausalLMLoss):
-    """Raise ValueError if a model's `loss_function` is another than the one that is replaced."""
+    """Raise ValueError if a model's `loss_function` is not `expected`, which alone is replaced."""
     if model.loss_function != expected:
         raise ValueError(
             "a loss_function of your own would not be called, or get a part of the logits: compute "
@@ -124,7 +124,7 @@ def refuse_dropout(model):
 
 
 def check_first(owner, name, check):
-    """Let `owner`'s function, from now on, begin with check({name: argument}), which may raise.
+    """From now on call check({name: argument}), which may raise, before `owner`'s function.
 
     Where a module has imported the function by name, it gets the checked one, too.
     """

@@ -30,7 +30,7 @@ from utils.settings import settings_of
 
 
 def convert_attention(model, mixin, group, name, attend):
-    """Mix `mixin` into a LlamaForCausalLM, whose layers then call `attend`; all get `group`.
+    """Mix `mixin` into a LlamaForCausalLM; its layers then call `attend` on the ranks of `group`.
 
     name: of `attend` in transformers' list. `model.before` keeps the model's configurations, which
     other models may share. Weights may be `keep_shard`'s slices. Raises ValueError as
@@ -41,7 +41,7 @@ def convert_attention(model, mixin, group, name, attend):
     from utils.refusals import check_ordinary, refuse_own_loss
 
     check_ordinary(model)
-    if not hasattr(model, "sum_of_losses"):  # Task 2's, of a split vocabulary
+    if not hasattr(model, "sum_of_losses"):  # Task 2's split vocabulary sets it
         refuse_own_loss(model)
     model.replaced_loss = model.loss_function
     config = model.config
@@ -81,7 +81,7 @@ def share_heads(model, group):
 
 
 def seq_len(tokens, group, length=None):
-    """Return a sequence's length, by default P times a rank's tokens; ValueError if they misfit."""
+    """Return the length, by default P times a rank's tokens; raise ValueError if they misfit."""
     P, rank = group.size(), group.rank()
     length = tokens * P if length is None else length
     if length < P:
@@ -121,8 +121,8 @@ class MaskInfo:
     Without either, a token sees all.
 
     Layers get it as a 4-D tensor, which Hugging Face passes unchanged to every layer, also when a
-    layer is recomputed in the backward. Not all versions pass other arguments on, and an attribute
-    of the layer could by then come from another forward.
+    layer is recomputed in the backward. Not all versions pass other arguments on; an attribute of
+    the layer could, when the layer is recomputed, already be that of a later forward.
     """
 
     length: int
@@ -190,9 +190,9 @@ class SequenceParallelLlama:
 
         Logits come out full, gathered from the ranks, unless `labels` are given: then
         `output.logits` is this rank's (B, S/P, V), and the loss is the same on every rank: the sum
-        over all ranks' tokens, divided by the number of all valid labels. In the backward of either
-        a rank keeps the gradient of its own tokens' part, so nothing is counted P times. Hidden
-        states that are asked for are those of this rank's tokens.
+        over all ranks' tokens, divided by the number of all valid labels. A backward from logits or
+        loss gives a rank the gradient of its own tokens' part, so nothing is counted P times.
+        Hidden states that are asked for are those of this rank's tokens.
 
         Raises ValueError as `refuse_arguments` and `check_by_token` do.
         """
@@ -240,13 +240,13 @@ class SequenceParallelLlama:
 
     @staticmethod
     def attention_mask_info(length, attention_mask=None, device=None):
-        """Return what layers get beside tokens, see `MaskInfo`. attention_mask: (B, length)."""
+        """Return what layers get as a mask, see `MaskInfo`. attention_mask: (B, length)."""
         is_padded = attention_mask is not None and not attention_mask.all()
         real = attention_mask.bool() if is_padded else None
         return MaskInfo(length, real).to_tensor(device)
 
     def padded(self, S):
-        """Return S, or more: each rank needs a token. No other token sees what is added behind."""
+        """Return S, rounded up so that each rank has a token. Padding is last: no token sees it."""
         return -(-max(S, self.parts) // self.multiple) * self.multiple
 
     def tokens(self, length):

@@ -116,7 +116,7 @@ class HeadNorm:
 
 
 def share_head_norms(model, group):
-    """Turn a model's norms of heads, if it has some, into `HeadNorm`s. group: who split heads."""
+    """Turn a model's norms of heads, if any, into `HeadNorm`s. group: of ranks that split heads."""
     if group.size() == 1:
         return
     for layer in model.model.layers:
@@ -148,10 +148,10 @@ def with_full_logits(gather):
 def refuse_if_split(model):
     """Refuse a model that is split already; let an unsplit model refuse what slices cannot do.
 
-    They cannot be saved, nor clipped by PyTorch's own norm (`full_model.py` has functions for
-    both), resized, or scaled by a GradScaler, and cannot have PEFT's adapters: present adapters are
-    refused now, later adapters at the next forward, as are slices that `fully_shard` has split
-    again. Raises ValueError as `check_unsplit` and `check_slices` do.
+    Refused are saving, PyTorch's own clipping (`full_model.py` has functions for both), resizing,
+    GradScaler, and PEFT's adapters: present adapters now, later ones at the next forward. Slices
+    that `fully_shard` has split again are refused there, too. Raises ValueError as `check_unsplit`
+    and `check_slices` do.
     """
     from utils.refusals import (
         check_slices,

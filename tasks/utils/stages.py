@@ -6,7 +6,7 @@ from utils.errors import UserError
 
 
 def balance(costs, stages):
-    """Cut layers into consecutive stages, so that the dearest stage costs as little as possible.
+    """Cut layers into consecutive stages, so that the costliest one costs as little as possible.
 
     costs: of each layer. Returns, for each stage, the layer before which it ends. Raises UserError
     for more stages than layers, ValueError for fewer than one stage.
@@ -17,7 +17,7 @@ def balance(costs, stages):
         raise UserError(f"{stages} stages, but only {len(costs)} layers")
 
     @cache
-    def best(first, left):  # (cost of the dearest, ends) of the layers from `first` on
+    def best(first, left):  # (cost of the costliest, ends) of the layers from `first` on
         if left == 1:
             return sum(costs[first:]), (len(costs),)
         return min(
