@@ -140,7 +140,9 @@ class Comparison:
             if check["tolerance"] and not check["name"].startswith(OTHERWISE)
         }
         name = max(shares, key=shares.get, default=None)
-        return f"{name} ({shares[name]:.0%} of it)" if name else "none has one"
+        golden = any(check["name"].startswith("golden") for check in self.checks)
+        aside = ", golden values aside" if golden else ""
+        return f"{name} ({shares[name]:.0%} of it{aside})" if name else "none has one"
 
     def furthest_off(self):
         """Return, in words, how far the reference itself is off at most, by rms over a tensor.
