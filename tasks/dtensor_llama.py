@@ -41,13 +41,13 @@ import loading
 from utils.collectives import group_of_axis, reduce_from_region, subgroup
 from utils.errors import UserError
 from utils.gradients import local_part
-from utils.llama import getter, guard_dropout, next_tokens, share_batches
+from utils.llama import expect_same_batches, getter, guard_dropout, next_tokens
 from utils.partition import shard_heads
 from utils.shards import (
     ReplicatedKVLinear,
     keep_shard,
     local_rows,
-    refuse_if_split,
+    refuse_on_slices,
     shard_of,
     share_head_norms,
     with_full_logits,
@@ -145,10 +145,10 @@ def dtensor_parallelize(model, mesh, plan=PLAN):
     Source: torch.distributed.tensor.parallel; Megatron-LM, arXiv 1909.08053, section 3.
     """
     group_of_axis(mesh)  # raises for a mesh of several
-    refuse_if_split(model)
+    refuse_on_slices(model)
     ranks, config = mesh.size(), model.config
     guard_dropout(model, ranks)
-    share_batches(model, mesh.get_group())
+    expect_same_batches(model, mesh.get_group())
     if config.num_key_value_heads % ranks:
         plan = plan | plan_whole_heads(model, mesh)
     embedding, head = model.model.embed_tokens, model.lm_head

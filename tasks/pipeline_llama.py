@@ -91,7 +91,7 @@ def keep_stage(model, stops, index):
     for i in range(first, stop):
         local.add_module(str(i), layers[i])
     setattr(base, family.layers, local)
-    model.before = model.config, model.generation_config
+    model.original_settings = model.config, model.generation_config
     model.config = base.config = copy.deepcopy(model.config)
     base.config.num_hidden_layers = stop - first
     if getattr(base.config, "layer_types", None):  # which layers have a sliding window

@@ -49,9 +49,9 @@ from dtensor_llama import COLUMNS, HEADS, Local, VocabularyRows, apply_plan, spl
 from utils.collectives import all_reduce
 from utils.errors import UserError
 from utils.gradients import new_gradients, sum_in_place
-from utils.llama import HEAD_NORMS, bind, guard_dropout, share_batches, window_of
+from utils.llama import HEAD_NORMS, bind, expect_same_batches, guard_dropout, window_of
 from utils.partition import shard_range
-from utils.shards import has_labels, refuse_if_split
+from utils.shards import has_labels, refuse_on_slices
 
 # ---------------------------------------------------------------- the technique: the plan
 
@@ -163,9 +163,9 @@ def parallelize_2d(model, mesh, replicate=False):
         raise ValueError("a sliding window: not in this plan, where a layer sees its tokens alone")
     if HEAD_NORMS & dict(model.model.layers[0].self_attn.named_children()).keys():
         raise ValueError("norms of heads: not in this plan, whose parameters are all DTensors")
-    refuse_if_split(model)
+    refuse_on_slices(model)
     guard_dropout(model, mesh["tp"].size())
-    share_batches(model, mesh["tp"].get_group())
+    expect_same_batches(model, mesh["tp"].get_group())
     tp, head, base = mesh["tp"], model.lm_head, model.model
     tied = head.weight is base.embed_tokens.weight
     apply_plan(model, tp, PLAN | plan_uneven_heads(model, tp.size(), tp.get_local_rank()))

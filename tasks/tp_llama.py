@@ -41,14 +41,14 @@ from utils.collectives import (
     subgroup,
 )
 from utils.errors import UserError
-from utils.llama import bind, getter, guard_dropout, next_tokens, share_batches
+from utils.llama import bind, expect_same_batches, getter, guard_dropout, next_tokens
 from utils.partition import shard_heads, shard_range
 from utils.shards import (
     ReplicatedKVLinear,
     has_labels,
     keep_shard,
     local_rows,
-    refuse_if_split,
+    refuse_on_slices,
     share_head_norms,
     with_full_logits,
 )
@@ -86,10 +86,10 @@ def tensor_parallelize(model, mesh, vocab_parallel=True, region_ops=None):
     Source: Megatron-LM, arXiv 1909.08053, section 3.
     """
     group, (enter, leave) = group_of_axis(mesh), region_ops or (copy_to_region, reduce_from_region)
-    refuse_if_split(model)
+    refuse_on_slices(model)
     rank, ranks = group.rank(), group.size()
     guard_dropout(model, ranks)
-    share_batches(model, group)
+    expect_same_batches(model, group)
     D = model.model.layers[0].self_attn.head_dim
     num_heads, num_kv_heads = model.config.num_attention_heads, model.config.num_key_value_heads
     queries, keys, kv_replicas = shard_heads(num_heads, num_kv_heads, ranks, rank)
@@ -159,7 +159,7 @@ def split_vocabulary(model, group, enter=copy_to_region):
     gather = bind(gather_shares, dim=-1, size=vocab_size, group=group)
     model.register_forward_pre_hook(expect_loss, with_kwargs=True)
     model.register_forward_hook(with_full_logits(gather), with_kwargs=True)
-    model.register_forward_hook(expect_no_loss, always_call=True)
+    model.register_forward_hook(drop_logits, always_call=True)
 
 
 class VocabParallelEmbedding(nn.Embedding):
@@ -208,7 +208,7 @@ def expect_loss(model, args, kwargs):
         refuse_own_loss(model, MethodType(vocab_parallel_loss, model))
 
 
-def expect_no_loss(model, args, output):
+def drop_logits(model, args, output):
     """Return None for logits, as a hook, if the head passed hidden states on; reset the head."""
     head = model.lm_head
     if head.in_tiles and isinstance(output, tuple):  # return_dict=False: the loss comes first

@@ -208,20 +208,20 @@ def show_product(run, group):
 
     first, stop = share_of(6, group)
     w_columns = w[:, first:stop]
-    of_columns = forward_by_columns(x, w_columns, 6, group)
-    dx_of_columns, dw_columns = backward_by_columns(dy, x, w_columns, group)
+    y_by_columns = forward_by_columns(x, w_columns, 6, group)
+    dx_by_columns, dw_columns = backward_by_columns(dy, x, w_columns, group)
     run.print_in_order(f"by columns (rank={run.rank}): {(x @ w_columns).long().tolist()}")
-    run.check("product by columns: y", [(of_columns, y)], tolerance=0.0)
-    run.check("product by columns: dx", [(dx_of_columns, dx)], tolerance=0.0)
+    run.check("product by columns: y", [(y_by_columns, y)], tolerance=0.0)
+    run.check("product by columns: dx", [(dx_by_columns, dx)], tolerance=0.0)
     run.check("product by columns: dw", [(dw_columns, dw[:, first:stop])], tolerance=0.0)
 
     first, stop = share_of(4, group)
     w_rows = w[first:stop]
-    of_rows = forward_by_rows(x, w_rows, group)
-    dx_of_rows, dw_rows = backward_by_rows(dy, x, w_rows, group)
+    y_by_rows = forward_by_rows(x, w_rows, group)
+    dx_by_rows, dw_rows = backward_by_rows(dy, x, w_rows, group)
     run.print_in_order(f"by rows (rank={run.rank}): {(x[:, first:stop] @ w_rows).long().tolist()}")
-    run.check("product by rows: y", [(of_rows, y)], tolerance=0.0)
-    run.check("product by rows: dx", [(dx_of_rows, dx)], tolerance=0.0)
+    run.check("product by rows: y", [(y_by_rows, y)], tolerance=0.0)
+    run.check("product by rows: dx", [(dx_by_rows, dx)], tolerance=0.0)
     run.check("product by rows: dw", [(dw_rows, dw[first:stop])], tolerance=0.0)
 
 

@@ -31,14 +31,14 @@ from utils.collectives import group_of_axis
 from utils.errors import UserError
 from utils.losses import mean_loss, token_losses
 from utils.partition import shard_range
-from utils.shards import refuse_if_split
+from utils.shards import refuse_on_slices
 
 # ---------------------------------------------------------------- the technique
 
 
 def split_loss_alone(model, mesh):
     """Split the vocabulary alone (loss parallel): each rank has the same, whole layers."""
-    refuse_if_split(model)
+    refuse_on_slices(model)
     split_vocabulary(model, group_of_axis(mesh))
 
 

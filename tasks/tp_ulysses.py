@@ -87,7 +87,7 @@ def parallelize_tp_sp(model, mesh, sequence="ulysses", megatron_sp=False, ulysse
         sequence_parallelize(model, sp)
     if megatron_sp:
         split_between_blocks(model, group_of_axis(tp))
-        model.multiple = sp.size() * tp.size()
+        model.pad_multiple = sp.size() * tp.size()
     return model
 
 

@@ -140,8 +140,10 @@ def shard_loss(model, ids, mesh, techniques=None):
         ids = F.pad(ids, (n, 0), value=-100)
         places = torch.arange(ids.shape[1], device=ids.device)[None]
     length = ids.shape[1]
-    if length < base.parts:  # on all ranks, so that all raise
-        raise ValueError(f"{length} positions for {base.parts} ranks: some would have none")
+    if length < base.sequence_parts:  # on all ranks, so that all raise
+        raise ValueError(
+            f"{length} positions for {base.sequence_parts} ranks: some would have none"
+        )
     local = base.tokens(length)
     local_places = places[:, local].expand(len(ids), -1)
     virtual = (local_places < n).nonzero(as_tuple=True)

@@ -282,8 +282,9 @@ BUGS = {
         "assert math.isnan",
     ),
     "a stage's configuration is written": (
-        "wrong_use", 2, "pipeline_llama.py", "model.before = model.config, model.generation_config",
-        "pass", "a stage's folder",
+        "wrong_use", 2, "pipeline_llama.py",
+        "model.original_settings = model.config, model.generation_config", "pass",
+        "a stage's folder",
     ),
     "heads drop alike": (
         "wrong_use", 2, "refusals.py", "if model.training and rate:", "if False:",

@@ -418,7 +418,7 @@ BUGS = {
     ),
     "a mean of means while training": (
         "ulysses_finetune", 2, "ulysses_finetune.py", "(targets != -100).sum()",
-        "(targets[:, local] != -100).sum() * model.parts", "losses",
+        "(targets[:, local] != -100).sum() * model.sequence_parts", "losses",
     ),
     "the adapter's gradients are averaged": (
         "ulysses_finetune", 3, "gradients.py", "all_reduce_(flat, group)",
@@ -588,7 +588,7 @@ BUGS = {
     ),
     "in bfloat16 a mean of means while training": (
         "ulysses_finetune --dtype bfloat16 --num-virtual-tokens 1", 3, "ulysses_finetune.py",
-        "(targets != -100).sum()", "(targets[:, local] != -100).sum() * model.parts",
+        "(targets != -100).sum()", "(targets[:, local] != -100).sum() * model.sequence_parts",
         "loss in float32",
     ),
     "an optimizer has other betas": (
@@ -1152,7 +1152,7 @@ BUGS = {
     ),
     "tokens keep the positions of contiguous shares": (
         "ring_attention", 2, "sequence.py", "mask_info, local(position_ids),",
-        "mask_info, position_ids[:, slice(*shard_range(length, self.parts, "
+        "mask_info, position_ids[:, slice(*shard_range(length, self.sequence_parts, "
         "self.get_group().rank()))],",
         "logits",
     ),

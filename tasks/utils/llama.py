@@ -92,16 +92,16 @@ def guard_dropout(model, ranks):
         guard(model, refuse_dropout)
 
 
-def share_batches(model, group):
+def expect_same_batches(model, group):
     """Remember that the ranks of `group` share each batch, and refuse DDP over several of them.
 
     DDP would average parts of one gradient, or the gradients of different slices. Under torchrun,
     Trainer and accelerate would wrap the model in DDP without being asked.
     """
-    model.sharing = [*getattr(model, "sharing", []), getter(group)]
-    from utils.refusals import check_first, refuse_shared_batches
+    model.batch_groups = [*getattr(model, "batch_groups", []), getter(group)]
+    from utils.refusals import patch_with_check, refuse_shared_batches
 
-    check_first(DistributedDataParallel, "__init__", refuse_shared_batches)
+    patch_with_check(DistributedDataParallel, "__init__", refuse_shared_batches)
 
 
 class Guard:

@@ -123,7 +123,7 @@ def refuse_dropout(model):
         )
 
 
-def check_first(owner, name, check):
+def patch_with_check(owner, name, check):
     """From now on call check({name: argument}), which may raise, before `owner`'s function.
 
     Where a module has imported the function by name, it gets the checked one, too.
@@ -157,7 +157,7 @@ def refuse_shared_batches(given):
     group = mesh.get_group() if mesh else given.get("process_group")
     ranks = {*dist.get_process_group_ranks(group)}
     for part in given["module"].modules():
-        for get_group in getattr(part, "sharing", ()):
+        for get_group in getattr(part, "batch_groups", ()):
             both = sorted(ranks & {*dist.get_process_group_ranks(get_group())})
             if len(both) > 1:
                 raise ValueError(
@@ -171,7 +171,9 @@ def refuse_norms_of_slices():
 
     Each rank would clip by the norm of its own slices, and the ranks would drift apart.
     """
-    check_first(nn.utils, "get_total_norm", refuse_total_norm)  # which clip_grad_norm_ calls, too
+    patch_with_check(
+        nn.utils, "get_total_norm", refuse_total_norm
+    )  # which clip_grad_norm_ calls, too
 
 
 def refuse_total_norm(given):
@@ -190,7 +192,7 @@ def refuse_scaled_slices():
 
     A rank whose own slices overflow would leave out the step, and the ranks would drift apart.
     """
-    check_first(torch.amp.GradScaler, "unscale_", refuse_to_scale_slices)
+    patch_with_check(torch.amp.GradScaler, "unscale_", refuse_to_scale_slices)
 
 
 def refuse_to_scale_slices(given):

@@ -16,13 +16,13 @@ from utils.errors import UserError
 from utils.llama import (
     BY_LENGTH,
     check_ids,
+    expect_same_batches,
     getter,
     guard,
     mixed_in,
     next_tokens,
     refuse_adapters_across_tokens,
     rope_of,
-    share_batches,
 )
 from utils.losses import cross_entropy
 from utils.partition import shard_heads, shard_range
@@ -32,8 +32,8 @@ from utils.settings import settings_of
 def convert_attention(model, mixin, group, name, attend):
     """Mix `mixin` into a LlamaForCausalLM; its layers then call `attend` on the ranks of `group`.
 
-    name: of `attend` in transformers' list. `model.before` keeps the model's configurations, which
-    other models may share. Weights may be `keep_shard`'s slices. Raises ValueError as
+    name: of `attend` in transformers' list. `model.original_settings` keeps the configurations,
+    which other models may share. Weights may be `keep_shard`'s slices. Raises ValueError as
     `check_ordinary` and `refuse_own_loss` do, and UserError for RoPE that depends on the length of
     the sequence. For adapters that are not right the first forward raises ValueError, see
     `check_by_token`.
@@ -47,8 +47,8 @@ def convert_attention(model, mixin, group, name, attend):
     config = model.config
     if (of_rope := rope_of(config).get("rope_type")) in BY_LENGTH:
         raise UserError(f"RoPE {of_rope} depends on the sequence's length, which no rank sees")
-    model.before = config, model.generation_config
-    config, model.generation_config = map(copy.deepcopy, model.before)
+    model.original_settings = config, model.generation_config
+    config, model.generation_config = map(copy.deepcopy, model.original_settings)
     ALL_ATTENTION_FUNCTIONS[name] = attend
     config._attn_implementation = name
     config.use_cache = model.generation_config.use_cache = False
@@ -58,9 +58,9 @@ def convert_attention(model, mixin, group, name, attend):
     for layer in model.model.layers:
         layer.self_attn.get_group = getter(group)
     guard(model, refuse_adapters_across_tokens)
-    share_batches(model, group)
+    expect_same_batches(model, group)
     model.__class__, model.get_group = mixed_in(mixin, type(model)), getter(group)
-    model.parts, model.multiple = group.size(), 1  # see `SequenceParallelLlama.padded`
+    model.sequence_parts, model.pad_multiple = group.size(), 1  # see `SequenceParallelLlama.padded`
 
 
 def heads_of(model):
@@ -247,7 +247,7 @@ class SequenceParallelLlama:
 
     def padded(self, S):
         """Return S, rounded up so that each rank has a token. Padding is last: no token sees it."""
-        return -(-max(S, self.parts) // self.multiple) * self.multiple
+        return -(-max(S, self.sequence_parts) // self.pad_multiple) * self.pad_multiple
 
     def tokens(self, length):
         """Return which of a sequence's tokens this rank has."""

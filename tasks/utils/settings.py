@@ -9,11 +9,11 @@ CHANGED = "use_cache", "_attn_implementation", "num_hidden_layers"
 def settings_of(model):
     """Return copies of the full model's configuration and generation settings, as they are now.
 
-    If there is a `model.before`, the settings CHANGED by a technique are taken from there.
+    The settings CHANGED by a technique come from `model.original_settings`, if there is one.
     """
     now = copy.deepcopy((model.config, model.generation_config))
-    for settings, before in zip(now, getattr(model, "before", ()), strict=False):
+    for settings, original in zip(now, getattr(model, "original_settings", ()), strict=False):
         for name in CHANGED:
-            if hasattr(before, name):
-                setattr(settings, name, getattr(before, name))
+            if hasattr(original, name):
+                setattr(settings, name, getattr(original, name))
     return now

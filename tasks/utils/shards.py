@@ -145,7 +145,7 @@ def with_full_logits(gather):
     return hook
 
 
-def refuse_if_split(model):
+def refuse_on_slices(model):
     """Refuse a model that is split already; let an unsplit model refuse what slices cannot do.
 
     Refused are saving, PyTorch's own clipping (`full_model.py` has functions for both), resizing,
