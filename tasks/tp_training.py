@@ -137,7 +137,7 @@ def show_training(run, mesh, batch, lr, iterations):
     expected, tokens = run.reference_values(expect, references)
     # Rounding of weights shifts all later losses the same way: their errors do not average out.
     least_error = harness.LIMITS["rms"] * harness.error_of_mean(*tokens)
-    harness.refuse_if_endless(expected[0], lr)
+    harness.refuse_not_finite(expected[0], lr)
     for wide in references[1:]:
         for parameter, of in zip(references[0].parameters(), wide.parameters(), strict=True):
             parameter.exact_grad = of.grad.float()

@@ -102,8 +102,8 @@ import sys
 sys.path.insert(0, {str(launch.TASKS)!r})
 from importlib import import_module
 for package in {HARNESS[:3]}:
-    rooms = import_module(package + ".names").ROOMS
-    names = [name for room in rooms.values() for name in room.split()]
+    modules = import_module(package + ".names").NAMES_BY_MODULE
+    names = [name for room in modules.values() for name in room.split()]
     assert len(names) == len(set(names)), names
     for name in names:
         getattr(import_module(package), name)

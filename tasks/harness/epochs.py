@@ -72,9 +72,9 @@ def print_workers(run):
 def expect_training(run, reference, batches, epochs, lr):
     """Return `losses_alone`; None without epochs, or where changes by steps are not compared.
 
-    reference: a `step_checks.Reference`; its `three` says whether they are compared.
+    reference: a `step_checks.Reference`; its `compares_changes` says whether they are compared.
     """
-    return losses_alone(run, batches, epochs, lr) if epochs and reference.three else None
+    return losses_alone(run, batches, epochs, lr) if epochs and reference.compares_changes else None
 
 
 def losses_alone(run, batches, epochs, lr):

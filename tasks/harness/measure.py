@@ -27,8 +27,8 @@ from utils.families import base_of, embedding_of, norm_of
 
 REPEATS, LIMIT_S = 7, 120
 REPEATS_HELP = (
-    f"timed turns, after 2 to warm up; 0: measure nothing; default {REPEATS}, or fewer (but 1) "
-    f"where all take more than {LIMIT_S} s"
+    f"timed turns, after 2 to warm up; 0: measure nothing; default {REPEATS}, or fewer, "
+    f"at least 1, where all take more than {LIMIT_S} s"
 )
 
 

@@ -1,6 +1,6 @@
 """Which module of this package has the names that scripts use."""
 
-ROOMS = {
+NAMES_BY_MODULE = {
     # Start and end a job.
     "job": "brief start",
     "flags": "Workload add_compile_flag add_model_flags gib make_parser natural positive rate"
@@ -18,7 +18,7 @@ ROOMS = {
     " number_of_parameters show_model train_on_batch",
     "sequence_checks": "show_sequence",
     "step_checks": "LARGE Reference check_copies compare_gradients compares_changes keep_changes"
-    " refuse_if_endless sum_of_parts",
+    " refuse_not_finite sum_of_parts",
     "adapter_checks": "check_again check_replicas check_training",
     # Measure.
     "measure": "REPEATS_HELP interleave limited_memory measure_costs num_threads"

@@ -21,7 +21,7 @@ from harness.flags import sides_of
 from harness.float64 import compute_in_float64
 from harness.measure import peak_memory_of_process
 from harness.model_checks import error_of_mean, number_of_parameters, plain_loss
-from harness.step_checks import check_copies, compare_gradients, refuse_if_endless
+from harness.step_checks import check_copies, compare_gradients, refuse_not_finite
 from harness.wider import WIDER, wider_copy
 from loading.documents import bigram_loss
 from utils.errors import UserError
@@ -244,7 +244,7 @@ def saving(training, losses, args, save):
     for a loss or a norm that is infinite or NaN, before that step is saved.
     """
     for loss, norm, rate in training:
-        refuse_if_endless(torch.tensor([loss, norm], dtype=torch.float64), args.lr)
+        refuse_not_finite(torch.tensor([loss, norm], dtype=torch.float64), args.lr)
         losses.append(loss)
         if len(losses) % args.save_every == 0 and len(losses) < args.steps:
             save(losses)

@@ -41,8 +41,8 @@ class Reference:
 
         self.models, self.trained = run.references(run.load_reference()), []
         self.only, self.mask = compared_layers(run), mask
-        self.three = compares_changes(run)
-        if not self.three:
+        self.compares_changes = compares_changes(run)
+        if not self.compares_changes:
             run.print0(
                 "note: what three steps change is compared of models up to "
                 f"{LARGE / 1e6:.0f} M parameters, in float32 and float64"
@@ -52,11 +52,9 @@ class Reference:
                 parameter.requires_grad_(self.only(key))  # what is not compared takes no memory
         self.logits, self.input_grad = run.reference_values(step, self.models)
         losses = [token_losses(logits, labels) for logits in self.logits]
-        self.loss, self.least_error = (
-            [mean_loss(of, labels) for of in losses],
-            error_of_mean(*losses),
-        )
-        for model in self.models[: self.three]:
+        self.loss = [mean_loss(of, labels) for of in losses]
+        self.least_error = error_of_mean(*losses)
+        for model in self.models[:1] if self.compares_changes else ():
             copies = [copy.deepcopy(model), *(wider_copy(model) for _ in self.models[1:])]
             for one in copies:
                 three_steps(list(one.requires_grad_().parameters()), partial(step, one))
@@ -106,7 +104,7 @@ class Reference:
         run.check(f"{name}: input embeddings grad", pairs)
         self.compare_gradients(run, name, module)
         before = three_steps(parameters, step, optimizer)
-        if self.three:
+        if self.compares_changes:
             compare_gradients(run, f"{name}: changes by 3 steps", module, self.trained)
         check_copies(run, f"{name}: copies of a parameter, after 3 steps", module)
         with torch.no_grad():
@@ -194,7 +192,7 @@ def keep_changes(parameters, train):
     return before, result
 
 
-def refuse_if_endless(losses, lr):
+def refuse_not_finite(losses, lr):
     """Raise UserError for losses that are infinite or NaN. All ranks have the same losses."""
     if not losses.isfinite().all():
         raise UserError(f"--lr {lr}: losses that are no numbers any more: take a smaller one")

@@ -1,6 +1,6 @@
 """Which module of this package has the names that scripts use."""
 
-ROOMS = {
+NAMES_BY_MODULE = {
     # Models: their files, their shapes.
     "models": "materialize",
     "presets": "PRESETS",

@@ -27,8 +27,8 @@ def load_when_used(package):
     """
 
     def load(name):
-        rooms = import_module(f"{package}.names").ROOMS
-        for module, names in rooms.items():
+        modules = import_module(f"{package}.names").NAMES_BY_MODULE
+        for module, names in modules.items():
             if name in names.split():
                 return getattr(import_module(f"{package}.{module}"), name)
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
