@@ -2,7 +2,7 @@
 
     folder/step-000020/rank0.safetensors    rank 0's regions of parameters and of Adam's states
                        rank1.safetensors    (what several ranks hold, only the first one writes)
-                       record.json          who has which region; losses, learning rate; sums
+                       record.json          ranks' regions; losses, learning rate; sums of squares
                        manifest.json        SHA-256 of all of these
 
 On several machines the folder must be one that all of them see. See `checkpoint.py`.
@@ -46,7 +46,7 @@ OF_THE_PROGRAM = "params", "foreach", "fused", "capturable", "differentiable"
 
 
 class ShardedCheckpoints(Checkpoints):
-    """`Checkpoints` for a model whose parameters are DTensors. A record is what JSON can hold."""
+    """`Checkpoints` for a model whose parameters are DTensors. All but tensors is kept as JSON."""
 
     def __init__(self, run, folder, result, resume):
         if resume and folder is None:
@@ -194,7 +194,7 @@ def state_of(model, optimizer, parts, rank):
     for name, parameter in parameters_of(model).items():
         state = optimizer.state.get(parameter, {})
         tensors_of = {key: of for key, of in state.items() if torch.is_tensor(of)}
-        # A scalar parameter's states are scalars that are split, too; Adam's step is not split.
+        # A scalar parameter's states are scalars, and count as split; Adam's step does not.
         single = parameter.dim() == 0
         split = {k: of for k, of in tensors_of.items() if of.dim() or (single and k != "step")}
         for key, tensor in split.items():

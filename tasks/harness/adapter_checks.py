@@ -36,7 +36,7 @@ def expect_step(run, references, inputs):
 
 
 def compare_adapter_gradients(run, name_of, model, references):
-    """Compare each trained parameter's gradient with what the references' last step has left.
+    """Compare each trained parameter's gradient with the references', from their last step.
 
     name_of(name): the check's name for a parameter.
     """
@@ -60,10 +60,10 @@ def check_training(
     so where it is nearly 0, rounding alone decides where a full step goes.)
 
     reference: on rank 0, the same model and adapter, unsplit. compute(model, ids): the training's
-    own forward and backward. batches: for each step (ids, the same documents as the single rank's
-    inputs). optimizer_of(model): makes a new optimizer, as for the training. recomputes: how many
-    forwards of a layer a step should take, which are counted; None: instead, each (name,
-    techniques) of `alone` is checked by itself.
+    own forward and backward. batches: (ids, inputs) of each step; inputs: the same documents, as
+    the single rank's forward takes them. optimizer_of(model): makes a new optimizer, as for the
+    training. recomputes: how often a step should run a layer's forward, which is counted. None: it
+    is not counted, but each (name, techniques) of `alone` is checked by itself.
     """
     references, before = run.references(reference), copy_of(trained_parameters(model))
     optimizers = [optimizer_of(one) for one in (model, *references[:1])]
@@ -144,13 +144,13 @@ def check_in_float32(run, model, compute, ids, expected, least_error):
         parameter.data = parameter.data.to(run.dtype)
     units = [torch.finfo(dtype).eps for dtype in (torch.float32, run.dtype)]
     bound = 2 * LIMITS["rms"] * least_error * units[0] / units[1] + 4 * units[0] * exact.item()
-    run.check("loss in float32", [(loss, exact)], bound)  # both round, so twice
+    run.check("loss in float32", [(loss, exact)], bound)  # bound doubled: both values round
 
 
 def check_techniques(run, model, references, compute, alone, ids, expected, least_error):
     """Check the loss and gradients with each technique alone.
 
-    This comes after steps of training, since LoRA's gradients are 0 at first.
+    This comes after steps of training: LoRA's B is 0 at first, and so is the gradient of its A.
     """
     for name, techniques in alone:
         model.zero_grad()

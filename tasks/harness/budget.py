@@ -31,7 +31,7 @@ def limited_to_budget(run, strategy, budget):
 
 
 def warm_up_adam(run):
-    """Take a step of Adam on one number, so that a budget does not count what that imports."""
+    """Take a step of Adam on one number: a budget shall not count what the first one imports."""
     number = torch.nn.Parameter(torch.zeros(1, device=run.device))
     number.grad = torch.zeros_like(number)
     torch.optim.AdamW([number]).step()
@@ -60,8 +60,8 @@ def numbers_at_peak(run, by_layer):
         4 layers + root + head + (L - 2) layers / P     a layer, when the next one is gathered
         2 roots + (W - root) / P                        the root, at the end
 
-    If the model is one unit, it is the root: 3 W / P + 2 W. (At the end more may be added: a CPU
-    copies the root's gradients whose rows do not divide by P once more, and a tied head has a
+    If the model is one unit, it is the root: 3 W / P + 2 W. (At the end more may be added: on a
+    CPU another copy of the root's gradients whose rows do not divide by P, and for a tied head a
     gradient of its own beside the embedding's.)
     """
     P, model = run.world_size, run.source.empty_model()

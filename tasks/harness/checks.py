@@ -20,7 +20,7 @@ from utils.shards import ReplicatedKVLinear, shard_of
 # Values that should be zero hold rounding: they may be off by FLOOR of the check's largest value.
 TOLERANCE, FLOOR = 1e-10, 1e-13
 NAME_WIDTH = 69  # characters, so that a check is one line of at most 100
-HIDES = 0.1  # a reference that is off by such a share of its values hides too much
+HIDES = 0.1  # a reference that is off by more than this share of its values hides errors
 # Checks whose tolerance is not for rounding: of printed values, and of how far a loss goes down.
 OTHERWISE = "golden", "last loss"
 
@@ -180,8 +180,8 @@ class Comparison:
 
         module: this rank's share. references: from the method of that name. only(name): whether to
         take a parameter. values: functions of a parameter; the first is called with this rank's
-        parameter and the full one, the others with the full one alone. A category is a parameter of
-        all layers: see `category_of`.
+        parameter and the full one, the others with the full one alone. A category is the same
+        parameter in all layers: see `category_of`.
         """
         local = dict(module.named_parameters())
         full = dict(references[0].named_parameters()) if references else {}

@@ -278,9 +278,9 @@ def share_gpus(ranks):
 def agree(store, rank, world_size, args, device):
     """Refuse ranks that were started with different flags or libraries; torchrun cannot tell.
 
-    The ranks compare through the store, before any collective: in one, ranks of different devices
-    would never meet. Returns notes on GPUs that differ and on versions of libraries that are not
-    tested, whether all ranks can share memory, and each rank's `Sharing`.
+    The ranks compare through the store, before any collective: ranks of different devices would
+    never meet in a collective. Returns notes on GPUs that differ and on versions of libraries that
+    are not tested, whether all ranks can share memory, and each rank's `Sharing`.
     """
     local = {f"--{name.replace('_', '-')}": str(value) for name, value in vars(args).items()}
     local |= {name: version(name) for name in TESTED} | {"the device": device.type}

@@ -184,7 +184,7 @@ def bytes_kept(model, step):
 
     def pack(tensor):
         storage = tensor.untyped_storage()
-        # Asked each time: FSDP2's parameters are full, no DTensors, only while their layer runs.
+        # Asked each time: with FSDP2 a parameter is full while its layer runs, else a DTensor.
         whole = (p for p in model.parameters() if not isinstance(p, DTensor))
         if storage.data_ptr() not in {p.untyped_storage().data_ptr() for p in whole}:
             kept[storage.data_ptr()] = storage.nbytes()

@@ -188,7 +188,7 @@ def warm_up(run, model, compute):
     model.zero_grad()
     aside = torch.nn.Parameter(torch.zeros(1, device=run.device))
     aside.grad = torch.zeros_like(aside)
-    torch.optim.Adam([aside]).step()  # importing it takes more memory than stays
+    torch.optim.Adam([aside]).step()  # its import takes memory, a part of which is freed again
 
 
 def within_budget(run, budget, shape, function):

@@ -75,9 +75,9 @@ def hf_generate(model, ids, new_tokens, **options):
     """Continue ids (B, S) greedily by Hugging Face's own loop: return (B, S + new_tokens).
 
     The loop uses its cache. It stops early when every sequence has ended; what is missing then is
-    filled with -1. Of the model's own settings only those `KEPT` count. Others need a tokenizer, a
-    clock or another model, or take other tokens than the likeliest, and then a tie could not be
-    told from an error.
+    filled with -1. Of the model's own settings only those in `KEPT` count. Others need a
+    tokenizer, a clock or another model, or choose tokens that are not the likeliest: there
+    `check_text` could not tell a tie from an error.
     """
     length, own = ids.shape[1] + new_tokens, model.generation_config
     options = {"attention_mask": torch.ones_like(ids), **options}

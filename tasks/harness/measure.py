@@ -42,7 +42,7 @@ def kept_memory():
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt:
-        mallopt(-4, 0)  # M_MMAP_MAX: no blocks of their own
+        mallopt(-4, 0)  # M_MMAP_MAX: no block gets a mapping of its own
         mallopt(-1, -1)  # M_TRIM_THRESHOLD: no end of the heap is handed back
     try:
         yield
@@ -56,8 +56,8 @@ def kept_memory():
 def interleave(run, contenders, repeats=None, warmup=2, keep=True):
     """Time contenders in turns, after a warm-up: {contender: {phase: [seconds, ...]}}.
 
-    The slowest rank's seconds count. repeats: timed turns. None: 7, or fewer, at least 1, if all
-    take more than LIMIT_S.
+    The slowest rank's seconds count. repeats: how many turns are timed. None: REPEATS; fewer, but
+    at least 1, when the turns take more than LIMIT_S seconds in all.
 
     contenders: {name: function}; a function yields a phase's name when the phase is done. All ranks
     run all contenders; in one that works on rank 0 alone, the other ranks yield at once. Each turn
@@ -135,7 +135,7 @@ def limited_memory(device, budget):
 
     What does not fit fails as it does when a device is full. On CUDA the limit applies to the
     caching allocator's reserved segments, fragmentation included; free blocks in the segments of
-    existing tensors count as budget. On a CPU with Linux it applies to the process's private
+    existing tensors belong to the budget. On a CPU with Linux it applies to the process's private
     memory: every large tensor is a mapping of its own then, which goes back at once when freed.
     (Set THP_MEM_ALLOC_ENABLE=0, else each is rounded up to 2 MiB.) Elsewhere it raises UserError.
     """
@@ -331,7 +331,7 @@ def measure_bytes(run, forward, layers, formula, exact=True):
     """Check that a layer sends, in a forward and its backward, as many bytes as a formula says.
 
     forward(): runs the forward of all layers, and returns what the backward starts from. formula:
-    bytes that a rank sends, on average: one number for both directions, or (forward, backward).
+    bytes that a rank sends, on average: one number, of either direction, or (forward, backward).
     exact: whether the formula holds for this backend; else the numbers are printed, not checked.
     """
     result, pair = [], isinstance(formula, tuple)

@@ -115,7 +115,7 @@ class Trial:
         return self.args.lr * ramp * math.cos(math.pi / 2 * after) ** 2
 
     def train_alone(self, run, model, first, stop, state):
-        """Train for these steps. Return losses, norms of all gradients and rates, as float64.
+        """Train for these steps. Return losses, global gradient norms and rates, as float64.
 
         state: what the model and AdamW begin with, from `ShardedCheckpoints.full_state`; {}: they
         begin as they are.
@@ -134,8 +134,8 @@ class Trial:
             optimizer.zero_grad()
             loss = plain_loss(model, labels, input_ids=ids, use_cache=False)
             loss.backward()
-            # By the kernel that clip_grad_norm_ uses: in float32 its own error in the norm exceeds
-            # the one that the gradients' errors cause, so the reference must have it, too.
+            # By clip_grad_norm_'s own kernel: in float32 its rounding changes the norm by more
+            # than the gradients' errors do, so the reference must round alike.
             norm = vector_norm(torch.stack([vector_norm(p.grad) for p in parameters]))
             for parameter in parameters:
                 parameter.grad *= min(1, 1 / (norm.item() + 1e-6))
@@ -150,9 +150,9 @@ class Trial:
         """Compare loss, norm and learning rate of the first steps, and the parameters after them.
 
         Parameters are compared in float64 alone: where a gradient is nearly 0, Adam's step is as
-        long as elsewhere, and goes where rounding points. training: see `saving`. losses: those so
-        far, if it goes on from a checkpoint. Then they are compared, and so are the next steps: the
-        reference takes these from the full state of that checkpoint.
+        long as elsewhere, and goes where rounding points. training: see `saving`. losses: those
+        that a checkpoint holds, if the run resumes. They are compared, too, and the reference takes
+        the next steps from that checkpoint's full state.
         """
         before = len(losses)
         if not self.steps:

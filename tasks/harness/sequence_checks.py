@@ -14,7 +14,7 @@ from harness.model_checks import error_of_mean, show_model
 from utils.losses import mean_loss, token_losses
 from utils.replicas import sum_gradients
 
-PACKS = int(transformers.__version__.split(".")[0]) >= 5  # packs by itself where positions restart
+PACKS = int(transformers.__version__.split(".")[0]) >= 5  # it tells documents by positions
 
 
 def show_sequence(
@@ -102,7 +102,7 @@ def check_packed(run, ids, parallel, references, reduce):
         value.backward()
         return [result.detach()]
 
-    def only(name):  # keys, which other documents must not see; and what is before all layers
+    def only(name):  # keys, which other documents must not see; and the embeddings
         return "layers.0.self_attn.k_proj.w" in name or "embed_tokens" in name
 
     for reference in references[:1]:

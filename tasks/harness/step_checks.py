@@ -26,7 +26,7 @@ class Reference:
     On all ranks there are `logits` (B, S, V), 0 where a token is padding, `input_grad` (B, S, H),
     the gradient of the embeddings, and the mean `loss`. Each of these has a value for every
     reference, see `checks.Comparison.references`. On rank 0 there are `models`, with their
-    gradients, and `trained`, where gradients are replaced by what three steps change.
+    gradients, and `trained`: a copy after three steps, with the parameters' changes as gradients.
     """
 
     def __init__(self, run, batch):
@@ -94,7 +94,7 @@ class Reference:
         run.show("loss", self.loss[0], loss)
         run.check(f"{name}: loss", [(loss, *self.loss)], least_error=self.least_error)
         pieces, grad = [], None
-        while seen and sum(map(len, pieces)) < number:  # earlier outputs are of a trial for shapes
+        while seen and sum(map(len, pieces)) < number:  # earlier ones: PyTorch's shape inference
             y = seen.pop()
             pieces.insert(0, torch.zeros_like(y) if y.grad is None else y.grad / times)
             grad = torch.cat(pieces)

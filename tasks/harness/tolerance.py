@@ -59,12 +59,12 @@ token, those of all rows have one direction. So nobody has to say how many token
 only tokens that had a part in the errors count. With one token, 64 rows are measured as one; with
 64 tokens, each row by itself.
 
-6. Where one scale explains more than a quarter of the neighbours' squared error, still more rows
-are measured together, for those of one head may have fewer roundings than rule 5 expects. The
-gradient of a query is a sum over the keys, each times one number, which is off by chance. Where all
-keys are alike, as in a text that repeats one word, the error of a head is one rounding, along the
-head's values. (The usual error of rule 2 still comes from the smaller groups: larger ones would
-tighten other tensors' limits.)
+6. Where a group's own scale explains, on average, more than a quarter of its squared error, larger
+groups are made: the rows of one head may have fewer roundings than rule 5 expects. The gradient of
+a query is a sum over the keys, each times one number, which is off by chance. Where all keys are
+alike, as in a text that repeats one word, the error of a head is one rounding, along the head's
+values. (The usual error of rule 2 still comes from the smaller groups: larger ones would tighten
+other tensors' limits.)
 
 7. A run's scale is not judged where there are few roundings, as they do not average out: the
 gradient of the queries of two tokens is made of one number a head. Nor is that of a matrix of one
@@ -148,7 +148,7 @@ def measure(actual, reference, exact, least_error=0.0):
         if length < FEW:
             continue
         number = independent_roundings(*tensors[1:], dim, worst_parts(means))
-        if number < min(FEW_ROUNDINGS, length / 2):  # few, though so many values can have more
+        if number < min(FEW_ROUNDINGS, length / 2):  # few, though `length` values could have more
             # A power of 2, so that a head's first row begins a group.
             together[name] = 2 ** round(math.log2(MANY / number))
             neighbours = mean_of_neighbours(means, together[name])
@@ -294,7 +294,7 @@ def judge(many, dtype, worst, longest_sum=1):
             scale = torch.maximum(reference, least)
             scale += torch.finfo(dtype).tiny  # smaller values may have been rounded to zero
             share = error / (limit * scale)
-            # NaN must not pass, and nothing can be held against a reference that is not finite.
+            # A NaN must not pass, nor anything whose reference is not finite.
             share = share.masked_fill(~scale.isfinite(), torch.inf).nan_to_num(torch.inf)
             part = share.argmax().item()
             allowed = (limit * scale)[part].item()

@@ -279,7 +279,7 @@ def speaks_of_an_end(error):
 
 
 def place(frames):
-    """Return, in words, a stack's innermost line of the script, and that of the files beside it."""
+    """Return, in words, a stack's innermost lines: in the script, and in its whole folder."""
     script = os.path.abspath(sys.argv[0])
     frames = [frame for frame in frames if os.path.dirname(script) in frame.filename]
     shown = [frame for frame in frames if frame.filename == script][-1:] + frames[-1:]

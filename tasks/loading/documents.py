@@ -100,8 +100,8 @@ def find_tokenizer(run, documents, where, size):
 def load_rows(run, where, count, length, batch_size, tokenizer=None, train=None):
     """Return a tokenizer, and `count` documents as two `Rows`: to train on, and a tenth, held out.
 
-    where, count: see `read_documents`. tokenizer, train: see `find_tokenizer`. What is held out is
-    whole batches, of HELD documents or one batch at most, and none of it is trained on. Raises
+    where, count: see `read_documents`. tokenizer, train: see `find_tokenizer`. Whole batches are
+    held out: at most HELD documents, or one batch if that is more. None is trained on. Raises
     UserError, on all ranks, as these two do, and where a tenth of the documents is no full batch.
     """
     name, documents = read_documents(run, where, count)

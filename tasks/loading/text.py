@@ -17,7 +17,7 @@ from utils.errors import UserError
 ULYSSES = "https://www.gutenberg.org/cache/epub/4300/pg4300.txt"  # the assignment's example
 BETWEEN = " (what is between Project Gutenberg's marks)"
 ENOUGH = 10**7  # characters; no more of a text is turned into tokens, unless more are needed
-# A mark goes from the start of a line to stars at its end, or at that of one of the next two: a
+# A mark begins a line, and ends in stars at the end of that line or of one of the next two, for a
 # book's title may be long. The same words in prose, or without these stars, are no mark.
 # (It allows line ends of all kinds, since `text_files` looks for it in a file's bytes.)
 MARK = re.compile(
@@ -120,7 +120,7 @@ def own_stories(seed, needed=0):
 def own_text(needed, seed):
     """Return (name, stories that the project writes), enough of them for `needed` tokens.
 
-    A token has fewer than 8 characters.
+    On average a token has fewer than 8 characters.
     """
     limit_own(needed)
     sys.path.insert(0, str(TINY))

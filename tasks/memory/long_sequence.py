@@ -10,9 +10,9 @@ scores (which no fused kernel keeps) but what the backward needs of every token.
      14   with what `saved_outputs.py` does: attention's outputs (1 a layer), and a part's work
 
 `saved_outputs.py` is a backward of layers that never runs attention again. A selective checkpoint
-(arXiv 2310.03294) would keep each layer's input, too; here only the last one's is. All else in a
-layer treats tokens one by one, and is built again from attention's outputs, in as little memory as
-if layers were recomputed, and in less time.
+(arXiv 2310.03294) would keep each layer's input, too; here only the last one's is kept. All of a
+layer but attention treats tokens one by one, and is rebuilt from attention's outputs: in as little
+memory as if layers were recomputed, and in less time.
 
 Under Ulysses all works as on one rank: tiles are of a rank's own tokens, and the heads of a round
 are spread over the ranks. Messages are those of checkpointing, one group of heads after another.

@@ -10,7 +10,7 @@ Of attention, whose time grows with the square of the length, only the backward 
 k and v, which are built from x, and o and the log-sum-exps, which are kept. (FlashAttention-2,
 arXiv 2307.08691, section 3.1, has both passes.)
 
-What takes tokens apart and puts heads together, on one rank or many, is `long_sequence.Stack`.
+`long_sequence.Stack` splits a layer into tiles of tokens and rounds of heads, on one rank or many.
 """
 
 import torch
@@ -22,7 +22,7 @@ class SavedOutputs(torch.autograd.Function):
 
                 forward                                 backward, from the last layer to the first
     x           attention, then the rest, tile by tile  built again, see `rebuild`
-    saved       outputs, log-sum-exps                   gradients of them; then of q, k, v
+    saved       outputs, log-sum-exps                   gradients of outputs; then of q, k, v
     loss        and d, its gradient of hidden states    d becomes the gradient before each layer
 
     The loss is inside so that d can be overwritten in place: a gradient from autograd may have

@@ -14,9 +14,9 @@ from tp_llama import vocab_parallel_cross_entropy
 class TiledVocabParallelLoss(torch.autograd.Function):
     """LM head and sum of the cross-entropies, one tile of tokens after another, with gradients.
 
-                per rank        forward                         backward
-    x           (T, H)          of each tile logits, (t, V/P),  dx times dy
-    weight      (V/P, H)        their losses, and dx, dweight   dweight times dy
+                per rank        forward, tile by tile           backward
+    x           (T, H)          logits (t, V/P), losses, dx     dx times dy
+    weight      (V/P, H)        dweight                         dweight times dy
 
     Gradients are made at once, so that no logits are kept. dweight is added up in float32 at least.
     """

@@ -23,7 +23,7 @@ NAME = SHARED_MEMORY
 # and its other half then waits for ever.
 USABLE = Version(torch.__version__) >= Version("2.7")
 SMALL = 2**15  # bytes; up to here each rank adds the full sum, in one step, else its share, in two
-REDUCE = [  # (what is asked for, (what adds a part, whether to divide by their number))
+REDUCE = [  # (operator, (function of two parts, whether to divide by the number of parts))
     (dist.ReduceOp.SUM, (torch.add, False)), (dist.ReduceOp.AVG, (torch.add, True)),
     (dist.ReduceOp.PRODUCT, (torch.mul, False)), (dist.ReduceOp.MIN, (torch.minimum, False)),
     (dist.ReduceOp.MAX, (torch.maximum, False)),

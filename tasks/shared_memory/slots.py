@@ -48,8 +48,8 @@ GOING_ON = Lock()  # held by the thread that moves the messages on
 class Missing(dist.DistBackendError):
     """Raised where ranks wait for others that do not come, or have ended.
 
-    late: the ranks that are missing. waiting: those that wait for them, empty if a rank has ended,
-    because the first rank that looks sees that. Both are numbers in the job.
+    late: the missing ranks. waiting: those that wait for them; empty if a rank has ended, which
+    the first rank that looks reports, without knowing who else waits. Both are global ranks.
     """
 
     def __init__(self, said, late, waiting=()):

@@ -29,8 +29,8 @@ METERS = []  # meters that count now; shared memory's groups tell them what PyTo
 class Meter(TorchDispatchMode):
     """Add up, as a context, the bytes that this rank sends: `sent`.
 
-    Of an all-reduce they are 2 (P-1)/P, as in a ring. A meter sees collectives of the forward and
-    the backward, functional ones, and C++'s. Raises NotImplementedError for an unknown one.
+    An all-reduce sends 2 (P-1)/P of its input, as in a ring. A meter sees collectives of the
+    forward and backward, functional ones, and C++'s. Raises NotImplementedError for unknown ones.
     """
 
     def __init__(self):

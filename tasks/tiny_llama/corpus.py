@@ -89,7 +89,7 @@ SHAPES, WEIGHTS = _read_shapes()
 
 
 def _row(table: str, row: list[str]) -> SimpleNamespace:
-    """Name the cells of a row; a capital letter gives the same words at the start of a sentence."""
+    """Name the cells of a row; a capitalised name gives the same words capitalised."""
     columns = {
         "animals": "kind says said home food can look size",
         "places": "to at sights",

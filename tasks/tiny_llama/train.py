@@ -75,7 +75,7 @@ TOKENIZER_CONFIG = {
 
 BATCH_TOKENS = 2048  # of a step, in windows of SHORT tokens, in some steps of LONG tokens
 SHORT, LONG = 256, CONFIG["max_position_embeddings"]
-LONG_EVERY = 6  # one step of so many has long windows, from the start on: late steps learn little
+LONG_EVERY = 6  # one step of so many has long windows, early on too: late steps learn little
 LEARNING_RATE, WARM_UP = 4e-3, 200
 COPY_STEPS = 600  # the first steps, this many, also practise copying, in half of their windows
 
@@ -98,10 +98,10 @@ def train_tokenizer(seed: int) -> Tokenizer:
 
 @torch.no_grad()
 def start_copying(model: LlamaForCausalLM) -> None:
-    """Let the heads start with a liking for what they have seen: they copy what they attend to.
+    """Set the heads' first weights so that they attend to like words, and copy them.
 
-    The output weights are the value weights transposed, so that, the embeddings being tied, a word
-    that is attended to becomes likelier. Half of the queries equal their keys: like looks for like.
+    The output weights are the value weights transposed: as embeddings are tied, a word that is
+    attended to becomes likelier. Half of the query heads have the weights of their keys.
     """
     heads, groups = CONFIG["num_key_value_heads"], CONFIG["num_attention_heads"]
     shape = heads, CONFIG["head_dim"], CONFIG["hidden_size"]
