@@ -193,7 +193,7 @@ class DataParallelModel:
 
     def __init__(self, run, strategy, mesh):
         self.strategy, self.mesh, self.group = strategy, mesh, group_of_axis(mesh)
-        if strategy == "fsdp2":  # each rank reads its slices; in .to() FSDP2 finds them
+        if strategy == "fsdp2":  # each rank reads its slices; .to() shows them to FSDP2
             self.model = run.load_model(partial(shard_fully, mesh=mesh)).to(run.device)
             run.print0(str(self.model))
         else:
@@ -348,7 +348,7 @@ def main():
     add("--estimate", action="store_true", help="say what memory it wants, and stop; default no")
     harness.add_compile_flag(parser)
     args = parser.parse_args()
-    # With --spawn MASTER_PORT alone says where the processes meet.
+    # With --spawn, MASTER_PORT may be set without torchrun's others: it says where to meet.
     world_size = 1 if args.spawn and "RANK" not in os.environ else harness.read_environment()
     if args.compare_gradients:
         if world_size > 1 or args.spawn:

@@ -65,7 +65,7 @@ class GPT2Stage(Stage):
     """A `Stage` of a GPT-2."""
 
     def forward(self, x, attention_mask=None):
-        """Run `Stage.forward`, and copy: the zero-bubble schedule refuses GPT-2's view."""
+        """Run `Stage.forward`, and copy: GPT-2's output is a view, which zero bubble refuses."""
         y = super().forward(x, attention_mask)
         return y if self.is_last else y.clone()
 
@@ -276,7 +276,7 @@ class Pipeline:
             )
 
     def run(self, ids, mask, labels, sizes):
-        """Run the schedule; return the microbatches' losses and the logits, else [] and None."""
+        """Run the schedule; return losses and logits as `run_by_hand` does."""
         if self.schedule in BY_HAND:
             order = BY_HAND[self.schedule](len(sizes), self.ranks, self.rank)
             pieces = zip(*(tensor.split(sizes) for tensor in (ids, mask, labels)), strict=True)

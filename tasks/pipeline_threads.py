@@ -655,8 +655,8 @@ def make_epochs(run, args):
 def expect_epochs(run, batches, epochs, lr):
     """Train the unmodified model alike; return its losses, their least error, and [the model].
 
-    Each reference has a list of losses (see `checks.Comparison.references`), of all steps and each
-    epoch's validation. The model's .grad holds the changes of its parameters.
+    The losses, of all steps and each epoch's validation, are a list: the model's and, below
+    float64, its wider copy's. The model's .grad holds the changes of its parameters.
     """
     model = run.load_reference()
     models = [model, *([harness.wider_copy(model)] if run.dtype in harness.WIDER else [])]

@@ -3,7 +3,7 @@
 The mesh has P = dp x tp ranks. The ranks of a row share a model, split by a DTensor plan; the ranks
 of a column hold the same part of the model, and take different texts. Along tp, hidden states
 between blocks, which Task 3's plan keeps whole, are split by tokens (Megatron's sequence
-parallelism, arXiv 2205.05198):
+parallelism, arXiv 2205.05198). Here is what both plans hold and send (forward; backward):
 
                             Task 3's plan               this plan
     norms, residual stream  (B, S, H), on each rank     (B, S/tp, H)
@@ -11,9 +11,9 @@ parallelism, arXiv 2205.05198):
     out of a block          g: all-reduce; nothing      reduce-scatter of tokens; all-gather
     a norm's gradient       equal on all ranks          a sum over the ranks' tokens
 
-(forward; backward). An all-reduce is a reduce-scatter and an all-gather: both plans send as many
-bytes. Logits and their cross-entropy (`loss_parallel`) stay split over the vocabulary. Along dp,
-FSDP2 splits each tensor once more (as in `data_parallel.py`), or `--replicate` keeps copies of it.
+An all-reduce is a reduce-scatter and an all-gather: both plans send as many bytes. Logits and their
+cross-entropy (`loss_parallel`) stay split over the vocabulary. Along dp, FSDP2 splits each tensor
+once more (as in `data_parallel.py`), or `--replicate` keeps copies of it.
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 4 tasks/pretrain_2d.py --dp 2 --tp 2
 
@@ -437,7 +437,7 @@ def show(run, args):
 def load_split(run, args, mesh, trial):
     """Return the split model; check that its weights are slices of the reference's."""
     model = run.load_model(partial(parallelize_2d, mesh=mesh, replicate=args.replicate))
-    model.to(run.device)  # FSDP2 looks for the parameters that are there now
+    model.to(run.device)  # shows FSDP2 the loaded parameters, which are new tensors
     unsplit = "" if args.replicate and mesh["tp"].size() == 1 else "norm"
     run.check_weights("all", model, trial.references, unsplit=(unsplit,))
     harness.check_fully_split(run, model, mesh["dp"].size() == 1 or args.replicate)

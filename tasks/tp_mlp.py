@@ -136,7 +136,7 @@ def compare(run, title, reference, parallel, x):
     references = run.references(reference)
     run.check_weights(title, parallel, references)
     # The loss is .sum(), as in the assignment. expected_y: the reference's output and, below
-    # float64, that of its wider copy. `tolerance.py` measures both errors against the wider copy.
+    # float64, its wider copy's: from this `tolerance.py` measures the reference's error and y's.
     y, x_grad = block_step(parallel, x)
     expected_y, expected_x_grad = run.reference_values(
         lambda block: block_step(block, x), references

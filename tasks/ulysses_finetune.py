@@ -117,17 +117,17 @@ def shard_loss(model, ids, mesh, techniques=None):
     predicts. Positions restart with each document, and a token sees its own document alone.
 
     (Task 4's `model(ids, labels=ids).loss` is the sum of all ranks' parts, on every rank. Both
-    losses give a rank the same gradients: those of its own tokens' use of the weights.)
+    losses give a rank the same gradients: the part that its own tokens contribute.)
 
     model: a sequence-parallel LlamaForCausalLM, alone or under PEFT. mesh: of the one axis on which
-    the sequence is split. ids: (B, S), on all ranks; or packed, (B, 2, n + S): `documents.pack`.
+    the sequence is split. ids: (B, S), on all ranks; or packed by `documents.pack`, (B, 2, n + S).
     techniques: what saves memory, see `memory/long_sequence.py`; None: Task 4's own forward.
     Raises ValueError for fewer positions than ranks, and for PEFT's methods that do not treat each
     token alone (`check_by_token`).
 
                     full                local
     ids             (B, n + S)          (B, (n+S)/P)        -100: a virtual token, or filler
-    places          (B or 1, n + S)     (B or 1, (n+S)/P)   in a document, its virtual tokens first
+    places          (B or 1, n + S)     (B or 1, (n+S)/P)   position in its document, virtual first
     embeddings                          (B, (n+S)/P, H)     never full anywhere
     targets         (B, n + S)          (B, (n+S)/P)        never a virtual token
     logits                              (B, (n+S)/P, V)     or a few tokens', with techniques

@@ -1,7 +1,7 @@
 """Megatron's sequence parallelism (arXiv 2205.05198): beside tensor parallelism, norms by tokens.
 
 What Task 2 keeps whole on each rank between its blocks is split by tokens, along the same axis. An
-all-reduce is a reduce-scatter and an all-gather; norms come in between:
+all-reduce is a reduce-scatter and an all-gather; norms come in between. In rows: forward; backward.
 
                             Task 2                      here
     norms, residual stream  (B, S, H)                   (B, S/tp, H)
@@ -9,8 +9,8 @@ all-reduce is a reduce-scatter and an all-gather; norms come in between:
     out of a block          g: all-reduce; nothing      reduce-scatter of tokens; all-gather
     a norm's gradient       equal along tp              a sum over the tokens of all ranks
 
-(forward; backward). Both send equally many bytes; if layers are recomputed, this sends more. Shapes
-as in `utils/__init__.py`; S is a multiple of the ranks.
+Both send equally many bytes; if layers are recomputed, this sends more. Shapes as in
+`utils/__init__.py`; S is a multiple of the ranks.
 """
 
 from functools import partial
@@ -100,7 +100,7 @@ BY_TOKENS = GatherTokens.apply, ScatterSums.apply  # for Task 2, in place of f a
 
 
 def split_between_blocks(model, group):
-    """Split embeddings by tokens, and add up norms' gradients. (`BY_TOKENS` splits the blocks.)"""
+    """Split embeddings by tokens, and add up norms' gradients. (`BY_TOKENS` is around blocks.)"""
 
     def take_inputs(llama, args, kwargs):
         ids, given = args[0] if args else kwargs.pop("input_ids", None), kwargs.get("inputs_embeds")

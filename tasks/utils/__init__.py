@@ -21,7 +21,7 @@ from importlib import import_module
 
 
 def load_when_used(package):
-    """Return a package's `__getattr__`: the first use of a name loads its module, by names.py.
+    """Return a package's `__getattr__`: a name's first use loads its module, found in names.py.
 
     So a script can `import harness` at its top, and still its technique loads nothing of harness.
     """

@@ -2,13 +2,13 @@
 
 Under sequence parallelism an adapter sees a rank's own tokens. It is right if what it does to a
 token depends neither on other tokens nor on chance, and if it adds nothing to the loss. This is
-known of the adapters below: tests compare them with plain PEFT. All others are refused. Prompts are
-refused if they do more than stand before the embeddings: bring keys and values, or a loss.
+known of the adapters below: tests compare them with plain PEFT. All others are refused. Of PEFT's
+prompts only virtual tokens are right; those that bring keys and values, or a loss, are refused.
 """
 
 import inspect
 
-# PEFT's layers: by package in peft.tuners, others by class; and LoRA's variants, by class.
+# Packages in peft.tuners, for all their layers; classes of PEFT's other layers and LoRA variants.
 BY_TOKEN = {
     "adaption_prompt", "beft", "boft", "bone", "c3a", "deft", "delora", "fourierft", "frod",
     "glora", "gralora", "hira", "hra", "ia3", "ln_tuning", "loha", "lokr", "lora", "miss", "oft",
@@ -54,7 +54,7 @@ def check_prompt():
 
 
 def check_by_token(model):
-    """Raise ValueError for adapters not known to treat tokens alone, and as `check_prompt` does."""
+    """Raise ValueError for adapters outside `BY_TOKEN`, and for prompts as `check_prompt` does."""
     if unknown := adapters_of(model) - BY_TOKEN:
         raise ValueError(f"{', '.join(sorted(unknown))}: adapters that are not known to treat each "
                          "token alone, as a split sequence needs it")  # fmt: skip

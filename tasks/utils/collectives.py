@@ -115,8 +115,8 @@ def subgroup(group, name, start, stop, step=1):
     """Return the process group of `group`'s ranks [start:stop:step].
 
     All ranks of `group` call it together, each for its own subgroup, because NCCL may split the
-    communicator. name: of the split, so that either all ranks create subgroups, or all reuse theirs
-    (PyTorch names a group by how many groups its rank has made). The timeout is `group`'s.
+    communicator. name: the split's; it is in the cache's key, so that all ranks create a group, or
+    none does. (PyTorch names a group by how many its rank has made.) The timeout is `group`'s.
     """
     members = dist.get_process_group_ranks(group)[start:stop:step]
     device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"

@@ -6,6 +6,6 @@ class UserError(ValueError):
 
 
 def one_line(error):
-    """Return what a library's exception says, in one line. A KeyError's message is only the key."""
+    """Return a library error's message in one line, or its repr: a KeyError's message is a key."""
     said = " ".join(str(error).split())
     return repr(error) if isinstance(error, LookupError) or not said else said

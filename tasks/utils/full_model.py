@@ -28,7 +28,7 @@ from utils.shards import full_shape_of, shard_of
 def parameters_of(model):
     """Return {name: parameter}, by the names that the model has without torch.compile's wrappers.
 
-    Reshards FSDP2's parameters: after a forward without a backward, its root's would be whole.
+    First reshards FSDP2's modules: a forward without a backward leaves the root's parameters whole.
     Raises ValueError as `refuse_lost_slices` does.
     """
     from utils.refusals import refuse_lost_slices
@@ -60,8 +60,8 @@ def gather_objects(value, group):
 def clip_grad_norm_(model, max_norm, group=None):
     """Scale all gradients in place so that the full model's norm is at most `max_norm`.
 
-    It takes the place of `torch.nn.utils.clip_grad_norm_`, which would take each rank's slices for
-    all gradients. Returns the norm before the scaling; raises ValueError as `grad_norm` does.
+    It takes the place of `torch.nn.utils.clip_grad_norm_`, by which each rank would use the norm of
+    its own slices. Returns the norm before the scaling; raises ValueError as `grad_norm` does.
     """
     norm = grad_norm(model, group)  # which also reshards FSDP2's units
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # PyTorch's own formula
@@ -88,7 +88,7 @@ def grad_norm(model, group=None):
         for part, norm in table:
             expected = first.setdefault(part, norm)
             if not math.isfinite(norm):
-                first[part] = norm  # of any rank: all ranks must return it
+                first[part] = norm  # of any rank: then the result is not finite
             # (Ranks that compute the same by different kernels may round differently. Where a sum
             # was left out, norms differ by more. A norm that is not finite is left to the caller.)
             if abs(norm - expected) > 1e-2 * max(norm, expected):
@@ -285,7 +285,7 @@ def raise_together(error, folder, group):
 
 
 def into_files(found, max_shard_size):
-    """Return {file: its tensors' names}; only a single tensor may be larger than max_shard_size."""
+    """Return {file: its tensors' names}; a file above max_shard_size has a single tensor."""
     groups, room = [], 0
     for name, one in found.items():
         if one.nbytes > room or not groups:

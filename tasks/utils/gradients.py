@@ -1,4 +1,4 @@
-"""Gradients: their sums over ranks, in few messages; and how to sum one backward's alone."""
+"""Gradients: their sums over ranks, in few messages, also without those of earlier backwards."""
 
 from contextlib import contextmanager
 
@@ -12,7 +12,7 @@ from utils.collectives import all_reduce_
 def check_mesh(tensors, group):
     """Raise ValueError for DTensors whose mesh has several ranks of `group`, replicated or not.
 
-    For other DTensors, whose mesh has one of these ranks, the sum is that of the local parts.
+    Other DTensors have one of these ranks in their mesh: a sum over `group` adds local parts up.
     """
     ranks = set(dist.get_process_group_ranks(group))
     for tensor in tensors:
@@ -58,7 +58,7 @@ def sum_in_place(grads, group, bucket_bytes=2**25):
 
 
 def sum_together(bucket, group):
-    """Sum a bucket's tensors in one all-reduce, in place; by a flat copy if there are several."""
+    """Sum a bucket in place, in one all-reduce of its one contiguous tensor, or of a flat copy."""
     alone = len(bucket) == 1 and bucket[0].is_contiguous()
     flat = bucket[0] if alone else torch.cat([g.flatten() for g in bucket])
     all_reduce_(flat, group)

@@ -1,5 +1,5 @@
 """Attention by the device's own kernels, with the log-sum-exps that `scaled_dot_product_attention`
-keeps to itself. They let the backward run alone, and merge attention to several blocks of keys.
+keeps to itself. So a backward needs no second forward, and attention to blocks of keys can merge.
 
 Shapes as in `utils/__init__.py`. Source: FlashAttention-2, arXiv 2307.08691, section 3.1.
 """
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 aten = torch.ops.aten
 # What a selective checkpoint keeps: the outputs of attention's kernels, on the CPU and on CUDA.
-# (Lists that are made for CUDA miss the first kernel: on the CPU attention is run twice then.)
+# (Lists that are made for CUDA leave out the CPU's kernel: then the CPU runs attention twice.)
 ATTENTION_OPS = [
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     aten._scaled_dot_product_flash_attention.default,
@@ -55,11 +55,11 @@ def cudnn_is_right(q, k, causal=True, bias=None):
     """Tell whether cuDNN's kernels are right here; they are quicker, by a third or more on an H200.
 
     They are right for bfloat16 without a bias, D <= 128, and 128 queries or more: if causal, with
-    as many keys; else with whole tiles of 128. Elsewhere they go wrong without an error: with a
-    bias, in rows that see little, or with keys that end within a tile, gradients may be NaN
-    (pytorch issue 196678, cudnn-frontend issue 1072); on Blackwell numbers may be wrong where KV
-    heads are few (pytorch issue 193893), so only GPUs of capability 9 use them. Their backward adds
-    in any order: they are not used with deterministic algorithms.
+    as many keys; else with whole tiles of 128. Elsewhere they go wrong without an error. Gradients
+    may be NaN where log-sum-exps are far below 0: with a bias, with keys that end within a tile
+    (pytorch issue 196678), or with few queries (cudnn-frontend issue 1072). On Blackwell few KV
+    heads may give wrong numbers (pytorch issue 193893): so only GPUs of capability 9 use them. As
+    their backward adds in any order, they are not used with deterministic algorithms.
     """
     if q.device.type != "cuda" or q.dtype != torch.bfloat16 or bias is not None:
         return False
@@ -162,8 +162,8 @@ def attend(q, k, v, causal=True, bias=None):
 def attend_backward(grad, q, k, v, o, lse, rest=(), causal=True, bias=None):
     """Compute the gradients of q, k, v; attention is not run again.
 
-    o, lse: over all keys that the queries see. k, v may be a block of these keys: the result is
-    then its exact gradients, since with the full lse, exp(scores - lse) is the true softmax.
+    o, lse: over all keys that the queries see. k, v may be a block of these keys: dk, dv and this
+    block's part of dq are exact, as exp(scores - lse) with the lse of all keys is the true softmax.
     Each tensor may lie in memory in any way.
     """
     num_kv_heads, causal = k.shape[1], causal and bias is None

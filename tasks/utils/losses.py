@@ -52,8 +52,8 @@ def token_losses(logits, labels):
     """Compute next-token losses of logits (B, S, V), labels (B, S): (B, S - 1); 0 for -100.
 
     In float64 by PyTorch's cross-entropy, so that no mistake of ours is in both sides of a check.
-    In other dtypes by ours: in float32, of 49,152 logits on a CPU, PyTorch's cross-entropy is off
-    by more than the whole model before it, and so would be all gradients of the reference.
+    In other dtypes by ours: in float32, over 49,152 logits on a CPU, PyTorch's cross-entropy errs
+    by more than the whole model before it, and its error would be in all the reference's gradients.
     """
     targets = F.pad(labels[:, 1:], (0, 1), value=-100)  # padded: no copy of the logits is needed
     if logits.dtype != torch.float64:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 def send(tensor, target, group):
     """Begin to send to a rank of `group`; return the work, and the tensor, to keep until its end.
 
-    With gloo it goes through host memory: gloo sends nothing else from rank to rank.
+    With gloo a tensor on a GPU is copied to host memory first: gloo sends from there only.
     """
     if tensor.is_cuda and dist.get_backend(group) == "gloo":
         tensor = tensor.cpu()

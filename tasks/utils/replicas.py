@@ -36,7 +36,7 @@ def sum_gradients(tensors, mesh, bucket_bytes=2**25):
         raise ValueError("these gradients are sums over these ranks already")
     sum_in_place([tensor.grad for tensor in tensors], group, bucket_bytes)
     for tensor, others in zip(tensors, earlier, strict=True):
-        # FSDP2 calls no hooks, so any change of a DTensor's gradient ends its mark.
+        # FSDP2 calls no hooks: any change of a DTensor's gradient ends its mark, see `summed_over`.
         hooked = tensor.is_leaf and tensor.requires_grad and not isinstance(tensor, DTensor)
         tensor.grad.summed = None if hooked else tensor.grad._version, {ranks, *others}
         if tensor.is_leaf and tensor.requires_grad:
@@ -70,7 +70,7 @@ def refuse_additions(tensor):
         for hook in hooks:
             hook.remove()
         if owner().grad is summed() and hasattr(owner().grad, "summed") and not sum_is_there:
-            del owner().grad.summed  # it was 0, and is a new gradient
+            del owner().grad.summed  # zeroed before: now a new gradient
         if sum_is_there:
             raise ValueError("a backward has added to gradients that are sums over ranks: call "
                              "sum_gradients after the last backward, and zero_grad before the next "

@@ -149,7 +149,7 @@ class MaskInfo:
         return cls(tensor.shape[-1], **{field: tensor[:, 0, 0]})
 
     def full(self):
-        """Return (B, 1, S, S), True where a token may look, by `real`; None if only causal.
+        """Return (B, 1, S, S), True where a token may look, by `real`; None without `real`.
 
         Left padding, which would see nothing, sees itself: else it might become NaN. (Hugging Face
         lets it see all or nothing, by version; no other token sees what becomes of padding.)
@@ -246,7 +246,7 @@ class SequenceParallelLlama:
         return MaskInfo(length, real).to_tensor(device)
 
     def padded(self, S):
-        """Return S, rounded up so that each rank has a token. Padding is last: no token sees it."""
+        """Round S up to a token a rank and to `pad_multiple`. Padding is last: no token sees it."""
         return -(-max(S, self.sequence_parts) // self.pad_multiple) * self.pad_multiple
 
     def tokens(self, length):
