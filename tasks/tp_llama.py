@@ -58,7 +58,7 @@ LOSS_TILE_BYTES = 2**28  # for a loss, logits of more bytes are made in tiles of
 # ---------------------------------------------------------------- the technique
 
 
-def tensor_parallelize(model, mesh, vocab_parallel=True, region_ops=None):
+def tensor_parallelize(model, mesh, vocab_parallel=True, region_ops=None, overlap=False):
     """Make a LlamaForCausalLM tensor-parallel in place, over the ranks of `mesh`, of one axis.
 
     Models that are built as one can be split, too: Mistral, Qwen2, Qwen3, SmolLM3 (see
@@ -80,7 +80,8 @@ def tensor_parallelize(model, mesh, vocab_parallel=True, region_ops=None):
     (B, S, V/P). Where these would take more than `LOSS_TILE_BYTES`, it is None: the LM head then
     returns its input. Attention weights, if asked for, are of this rank's heads. Works on a model
     without memory (device meta) too.
-    region_ops: functions of (x, group), in place of f and g.
+    region_ops: functions of (x, group), in place of f and g. overlap: all-reduces of the layers' f
+    run while the weights' gradients are computed, see `utils.overlap`; not with region_ops.
     Raises UserError for more ranks than query heads or vocabulary entries, ValueError for a model
     that is split already, or not built as a Llama.
     Source: Megatron-LM, arXiv 1909.08053, section 3.
@@ -112,7 +113,12 @@ def tensor_parallelize(model, mesh, vocab_parallel=True, region_ops=None):
         keep_shard(mlp.down_proj, 1, *units)
 
         for block, last in (attention, attention.o_proj), (mlp, mlp.down_proj):
-            block.register_forward_pre_hook(bind(f, enter=enter, group=group), with_kwargs=True)
+            if overlap:
+                from utils.overlap import overlap_f
+
+                overlap_f(block, group)
+            else:
+                block.register_forward_pre_hook(bind(f, enter=enter, group=group), with_kwargs=True)
             last.register_forward_hook(bind(g, leave=leave, group=group))
             if rank != 0:
                 last.bias = None  # it must enter the sum over ranks once: rank 0 adds it
@@ -337,6 +343,11 @@ def main():
         default=True,
         help="split embedding and LM head over the ranks too; default yes",
     )
+    parser.add_argument(
+        "--overlap",
+        action="store_true",
+        help="run f's all-reduces while the weights' gradients are computed (on GPUs)",
+    )
     harness.start(parser.parse_args(), show)
 
 
@@ -345,7 +356,7 @@ def show(run, args):
     mesh = run.mesh("tp")
 
     def parallelize(model):
-        tensor_parallelize(model, mesh, args.vocab_parallel)
+        tensor_parallelize(model, mesh, args.vocab_parallel, overlap=args.overlap)
 
     if args.vocab_parallel:
         harness.show_model(run, harness.Workload.of(args), parallelize)
