@@ -413,7 +413,7 @@ def show(run, args):
     args.steps = harness.number_of_steps(run, args, rows)
     run.source.from_scratch(tokenizer)
     store.find(harness.identity_of_pretraining(run, args, rows))
-    trial = harness.Trial(run, rows, args)
+    trial = harness.ReferenceTraining(run, rows, args)
     model = load_split(run, args, mesh, trial)
     with loss_parallel():
         batches = partial(make_batches, mesh=mesh, batch_size=B, device=run.device)
@@ -452,7 +452,7 @@ def train_within(run, args, mesh, S):
     """
     ids, _, _ = harness.make_batch(run, args.batch_size, S)
     few = min(S, 16 * mesh["tp"].size())
-    trial = harness.Trial(run, [(row[:few], row[:few]) for row in ids], args)
+    trial = harness.ReferenceTraining(run, [(row[:few], row[:few]) for row in ids], args)
     model = load_split(run, args, mesh, trial)
     first, stop = shard_range(len(ids), mesh["dp"].size(), mesh["dp"].get_local_rank())
     local = ids[first:stop]

@@ -235,22 +235,22 @@ class Ring:
             seen = (seen | causal.mT) & causal  # padding sees itself: every query needs a key
         return bias_of(seen, like).expand(-1, -1, self.size(i), -1)
 
-    def pass_on(self, hop, leaving, k, home=None):
+    def pass_on(self, hop, leaving, k, grad_dtype=None):
         """Begin a hop; return {chunk: tensor being received}, and a function that waits for them.
 
         leaving: {chunk: (2, B, K, tokens, D)}, for all chunks here after `hop` hops; k: this rank's
-        keys. home: None for keys and values; for gradients their dtype. The last rank on a chunk's
-        way sends the chunk's gradients home, to the first rank.
+        keys. grad_dtype: None for keys and values; for gradients their dtype. The last rank on a
+        chunk's way sends the chunk's gradients home, to the first rank.
         """
         onward, back = self.along(self.rank, 1), self.along(self.rank, -1)
         sends = [(x, onward) for chunk, x in leaving.items() if self.last_hop[chunk] > hop]
         comes = {chunk: back for chunk in self.chunks_at(back, hop) if self.last_hop[chunk] > hop}
-        if home:
+        if grad_dtype:
             first, last = self.along(self.rank, -hop), self.along(self.rank, hop)
             sends += [(x, first) for chunk, x in leaving.items() if self.last_hop[chunk] == hop]
             local = self.chunks(self.rank)
             comes |= {chunk: last for chunk in local if self.last_hop[chunk] == hop}
-        shape, of = (2, *k.shape[:2]), dict(dtype=home or k.dtype)
+        shape, of = (2, *k.shape[:2]), dict(dtype=grad_dtype or k.dtype)
         coming = {c: k.new_empty(*shape, self.size(c), k.shape[3], **of) for c in comes}
         receives = [(coming[chunk], source) for chunk, source in comes.items()]
         return coming, exchange(sends, receives, self.group)
@@ -332,7 +332,7 @@ def ring_backward(ring, grad, q, k, v, o, lse, rest):
             continue
         wait()
         add(coming, local, dkv)
-        coming, wait = ring.pass_on(hop, dkv, k, home=wide)
+        coming, wait = ring.pass_on(hop, dkv, k, grad_dtype=wide)
     wait()
     add(coming, local, {})
     dk, dv = (torch.cat(of, dim=2) for of in zip(*local.values(), strict=True))

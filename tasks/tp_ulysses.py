@@ -70,9 +70,9 @@ def parallelize_tp_sp(model, mesh, sequence="ulysses", megatron_sp=False, ulysse
     if sp.size() % exchange:
         raise UserError(f"--ulysses {ulysses}: does not divide --sp {sp.size()}")
     if megatron_sp:
-        from mesh.megatron_sp import BY_TOKENS, split_between_blocks
+        from mesh.megatron_sp import TOKEN_OPS, split_between_blocks
 
-        tensor_parallelize(model, tp, region_ops=BY_TOKENS)
+        tensor_parallelize(model, tp, region_ops=TOKEN_OPS)
     else:
         tensor_parallelize(model, tp)
     if sequence == "usp":

@@ -1105,7 +1105,7 @@ BUGS = {
     ),
     "gradients stop one hop from home": (
         "ring_attention --layout contiguous", 3, "ring_attention.py",
-        "        if home:\n            first, last",
+        "        if grad_dtype:\n            first, last",
         "        if False:\n            first, last", "input embeddings grad|k_proj",
     ),
     "gradients on their way are not added to": (

@@ -8,7 +8,7 @@ import torch
 
 import launch
 from conftest import make_llama
-from harness.checks import OTHERWISE
+from harness.checks import NOT_ROUNDING
 from harness.environment import SHARING_ALLOWED, nccl_version
 from places import NCCL, ON_GPUS, why_not_nccl
 from test_readme import CODE, SHOWN, same
@@ -108,7 +108,7 @@ def float32(script, nproc, result, path):
     for check in every:
         # What is measured comes to less on the embedded model and these layers.
         bound = 2e-4 * max(1, check["max_abs_reference"])
-        exempt = check["name"].startswith(OTHERWISE)
+        exempt = check["name"].startswith(NOT_ROUNDING)
         assert check["tolerance"] <= bound or exempt, check
     for verdict in record["results"].get("verdicts", []):  # of the assignment's own assertion
         missed, elements = verdict["elements_missed"], verdict["elements"]
@@ -134,7 +134,7 @@ def test_float64(script, nproc, tmp_path):
     passed(launch.ranks(file, *args, nproc=nproc, folder=tmp_path), nproc)
     for check in checks(path, nproc, "float64")[1]:
         bound = 0 if "bits" in check["name"] else 1e-10 * max(1, check["max_abs_reference"])
-        exempt = check["name"].startswith(OTHERWISE)
+        exempt = check["name"].startswith(NOT_ROUNDING)
         assert check["max_abs_diff"] <= bound or exempt, check
 
 

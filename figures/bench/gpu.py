@@ -42,7 +42,7 @@ from figures.bench import one_token
 from figures.bench.compiled import WAYS
 from figures.bench.records import attention_flop, here_and_now, write_record
 from figures.plan import longest
-from harness.checks import OTHERWISE
+from harness.checks import NOT_ROUNDING
 from harness.measure import is_for_memory, ratio
 from loading.models import Source, cache_folder
 from loading.smollm2 import find
@@ -493,7 +493,7 @@ def tasks_table(data, folder=RECORDS / "gpu"):
     for part in parts(data["device"] if data else "cuda"):
         if part.step == 1 and file_of(part, folder).exists():
             one = json.loads(file_of(part, folder).read_text())
-            shares = [c["share"] for c in one["checks"] if not c["name"].startswith(OTHERWISE)]
+            shares = [c["share"] for c in one["checks"] if not c["name"].startswith(NOT_ROUNDING)]
             how = f" ({one['backend']})" if part.ranks > 1 else ""
             way = f"{part.ranks} rank{'s' * (part.ranks > 1)}{how}, {one['dtype']}"
             ways[way] = None
@@ -671,7 +671,7 @@ def summary_of_tasks(records, ran):
     """Several tasks' records, on as many ranks and in one dtype."""
     some, nearest = next(iter(records.values())), {}
     for one in records.values():
-        shares = [c["share"] for c in one["checks"] if not c["name"].startswith(OTHERWISE)]
+        shares = [c["share"] for c in one["checks"] if not c["name"].startswith(NOT_ROUNDING)]
         nearest[one["task"]] = max(shares, default=0)
     last, ranks = max(nearest, key=nearest.get), some["world_size"]
     how = " by " + " and ".join(sorted({one["backend"] for one in records.values()}))

@@ -50,8 +50,8 @@ def knowing(chunks):
         def split(self, x):
             return know(super().split(x))
 
-        def pass_on(self, hop, leaving, k, home=None):
-            coming, wait = super().pass_on(hop, know(leaving), k, home)
+        def pass_on(self, hop, leaving, k, grad_dtype=None):
+            coming, wait = super().pass_on(hop, know(leaving), k, grad_dtype)
             return know(coming), wait
 
     return KnowingRing
@@ -74,9 +74,9 @@ class RingRecorder(Meter):
         recorder = self
 
         class WatchedRing(knowing(self.chunks)):
-            def pass_on(self, hop, leaving, k, home=None):
-                recorder.hop(self, hop, leaving, home)
-                return super().pass_on(hop, leaving, k, home)
+            def pass_on(self, hop, leaving, k, grad_dtype=None):
+                recorder.hop(self, hop, leaving, grad_dtype)
+                return super().pass_on(hop, leaving, k, grad_dtype)
 
         return mock.patch.multiple(
             ring_attention, Ring=WatchedRing,
@@ -94,10 +94,10 @@ class RingRecorder(Meter):
         self.hops = self.layers[phase][-1]
         return function(*args)
 
-    def hop(self, ring, hop, leaving, home):
+    def hop(self, ring, hop, leaving, grad_dtype):
         """One begins, of keys and values; or, behind its blocks, of their gradients."""
-        self.what, self.tokens = "gradients" if home else "sends", ring.tokens
-        if home:
+        self.what, self.tokens = "gradients" if grad_dtype else "sends", ring.tokens
+        if grad_dtype:
             self.hops[-1]["gradients"] = []
         else:
             self.hops.append({"hop": hop, "holds": [*leaving], "computes": [], "sends": []})

@@ -25,7 +25,7 @@ from figures.bench import gpu
 from figures.bench.claims import TASK
 from figures.bench.records import here_and_now, torchrun, write_record
 from figures.bench.strategies import ARTICLE_GB, rows
-from harness.checks import OTHERWISE
+from harness.checks import NOT_ROUNDING
 from harness.measure import ratio
 
 PAGES = [ROOT / "README.md"]
@@ -171,7 +171,7 @@ def overall(checks):
     shares = {
         check["name"]: check["max_abs_diff"] / (check["max_abs_reference"] or 1.0)
         for check in checks
-        if not check["name"].startswith(OTHERWISE)
+        if not check["name"].startswith(NOT_ROUNDING)
     }
     name = max(shares, key=shares.get)
     return {"checks": len(checks), "passed": all(check["passed"] for check in checks),

@@ -22,7 +22,7 @@ TOLERANCE, FLOOR = 1e-10, 1e-13
 NAME_WIDTH = 69  # characters, so that a check is one line of at most 100
 HIDES = 0.1  # a reference that is off by more than this share of its values hides errors
 # Checks whose tolerance is not for rounding: of printed values, and of how far a loss goes down.
-OTHERWISE = "golden", "last loss"
+NOT_ROUNDING = "golden", "last loss"
 
 
 class Comparison:
@@ -94,36 +94,37 @@ class Comparison:
         self.compare(name, pairs, tolerance, least_error)
         found, measured = self.compared.pop(name)
         usual = {category: worst_relative(many) for category, many in measured.items()}
-        largest = max((pair["max_abs_reference"] for pair in found), default=0.0)
-        everyone = self.gather_objects((usual, largest))
-        largest = max(largest for _, largest in everyone)
-        everyone = [usual for usual, _ in everyone]
+        largest_here = max((pair["max_abs_reference"] for pair in found), default=0.0)
+        usual_of_ranks, largest_of_ranks = zip(
+            *self.gather_objects((usual, largest_here)), strict=True
+        )
+        largest = max(largest_of_ranks)
         for pair in found:
             if pair["tolerance"] is None:
                 pair["tolerance"] = max(TOLERANCE * pair["max_abs_reference"], FLOOR * largest)
             pair["share"] = share_of(pair["max_abs_diff"], pair["tolerance"])
         for category, many in measured.items():
-            of_ranks = [theirs[category] for theirs in everyone if category in theirs]
-            usual = {norm: max(of_rank[norm] for of_rank in of_ranks) for norm in of_ranks[0]}
-            found.append(nearest_of(many, self.dtype, usual, self.longest_sum))
-        worst = max(found, key=lambda pair: pair["share"], default={"share": -1.0})
-        everyone = self.gather_objects(worst)
-        rank = max(range(self.world_size), key=lambda r: everyone[r]["share"])
-        worst = everyone[rank]
-        if worst["share"] < 0:
+            of_ranks = [theirs[category] for theirs in usual_of_ranks if category in theirs]
+            worst = {norm: max(of_rank[norm] for of_rank in of_ranks) for norm in of_ranks[0]}
+            found.append(nearest_of(many, self.dtype, worst, self.longest_sum))
+        nearest_here = max(found, key=lambda pair: pair["share"], default={"share": -1.0})
+        nearest_of_ranks = self.gather_objects(nearest_here)
+        rank = max(range(self.world_size), key=lambda r: nearest_of_ranks[r]["share"])
+        record = nearest_of_ranks[rank]
+        if record["share"] < 0:
             self.print_failed(name, rank, "nothing was compared")
             self.exit(1)
-        passed, nearest = worst["share"] <= 1, worst.pop("nearest", None)
-        self.checks.append({"name": name, **worst, "passed": passed})
-        value, bound = worst["max_abs_diff"], worst["tolerance"]
+        passed, nearest = record["share"] <= 1, record.pop("nearest", None)
+        self.checks.append({"name": name, **record, "passed": passed})
+        value, bound = record["max_abs_diff"], record["tolerance"]
         if not passed:
             norm, value, bound = nearest or ("max", value, bound)
             self.print_failed(name, rank, f"{norm}|diff| {value:.1e} > tolerance {bound:.1e}")
             self.exit(1)
-        found = f"{value:.1e} of {bound:.1e}" if bound else "exact"
-        self.print0(f"check {shortened(name):<{NAME_WIDTH}}  {found:<18}  {styled('ok', 'green')}")
+        said = f"{value:.1e} of {bound:.1e}" if bound else "exact"
+        self.print0(f"check {shortened(name):<{NAME_WIDTH}}  {said:<18}  {styled('ok', 'green')}")
         if self.verbose:
-            self.print0(f"    rank {rank} is nearest; {details_of(worst)}")
+            self.print0(f"    rank {rank} is nearest; {details_of(record)}")
 
     def print_failed(self, name, rank, why):
         """Print the line of a check that failed."""
@@ -132,12 +133,12 @@ class Comparison:
     def nearest(self):
         """Return, in words, the check that came nearest to failing.
 
-        Those of OTHERWISE do not count: golden values, for one, have four digits only.
+        Those of NOT_ROUNDING do not count: golden values, for one, have four digits only.
         """
         shares = {
             check["name"]: check["share"]
             for check in self.checks
-            if check["tolerance"] and not check["name"].startswith(OTHERWISE)
+            if check["tolerance"] and not check["name"].startswith(NOT_ROUNDING)
         }
         name = max(shares, key=shares.get, default=None)
         golden = any(check["name"].startswith("golden") for check in self.checks)

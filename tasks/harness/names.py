@@ -33,6 +33,6 @@ NAMES_BY_MODULE = {
     "finetune": "adapter_config add_memory_flags each_alone follow identity_of_finetuning"
     " load_adapted possible_techniques read_text report_training save_result techniques_of warm_up"
     " within_budget",
-    "pretraining": "Trial check_fully_split check_long_loss export identity_of_pretraining"
-    " make_mesh number_of_steps progress saving say_what_was_learnt",
+    "pretraining": "ReferenceTraining check_fully_split check_long_loss export"
+    " identity_of_pretraining make_mesh number_of_steps progress saving say_what_was_learnt",
 }

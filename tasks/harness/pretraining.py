@@ -54,7 +54,7 @@ def make_mesh(run, dp=None, tp=None, batch_size=None):
     return run.mesh_2d("dp", "tp", tp)
 
 
-class Trial:
+class ReferenceTraining:
     """What the unmodified model makes of the first steps, on rank 0 alone.
 
     `references`: the model as it is before those steps, see `checks.Comparison.references`.

@@ -121,8 +121,8 @@ def index(where, count=None):
             raise UserError(f"--text {where}: not a file")
         # Not closed here: a search that stopped half-way still refers to it.
         data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
-    pieces = [(0, size)] if json_lines else books(data)
-    found = lines(data, where) if json_lines else paragraphs(data, pieces, where)
+    pieces = [(0, size)] if json_lines else book_spans(data)
+    found = lines(data, where) if json_lines else paragraph_spans(data, pieces, where)
     spans, digest = different(found if size else [], size, count)
     if not spans:
         raise UserError(f"--text {where}: no text in it")
@@ -190,8 +190,8 @@ def text_of(line, where):
     return text
 
 
-def paragraphs(data, pieces, path):
-    """Yield (begin, bytes, text) of each paragraph in the pieces, which are as from `books`."""
+def paragraph_spans(data, pieces, path):
+    """Yield (begin, bytes, text) of each paragraph in the pieces: spans, as `book_spans` gives."""
     for first, last in pieces:
         begin = first
         for gap in chain(BLANK_LINES.finditer(data, first, last), [None]):
@@ -202,7 +202,7 @@ def paragraphs(data, pieces, path):
             begin = behind
 
 
-def books(data):
+def book_spans(data):
     """Return (begin, end) of each text between Project Gutenberg's marks: as `text.books` does."""
     if data.find(b"PROJECT GUTENBERG EBOOK") < 0:
         return [(0, len(data))]

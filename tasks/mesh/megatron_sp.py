@@ -96,11 +96,11 @@ class TakeTokens(torch.autograd.Function):
         return whole_of(grad, ctx.group), None
 
 
-BY_TOKENS = GatherTokens.apply, ScatterSums.apply  # for Task 2, in place of f and g
+TOKEN_OPS = GatherTokens.apply, ScatterSums.apply  # for Task 2, in place of f and g
 
 
 def split_between_blocks(model, group):
-    """Split embeddings by tokens, and add up norms' gradients. (`BY_TOKENS` is around blocks.)"""
+    """Split embeddings by tokens, and add up norms' gradients. (`TOKEN_OPS` is around blocks.)"""
 
     def take_inputs(llama, args, kwargs):
         ids, given = args[0] if args else kwargs.pop("input_ids", None), kwargs.get("inputs_embeds")

@@ -16,8 +16,8 @@ def usp_attention(module, query, key, value, attention_mask, **kwargs):
 
     query: (B, N, S/P, D); key, value: (B, K, S/P, D). attention_mask: made by `MaskInfo.to_tensor`.
     """
-    length, ring = MaskInfo.from_tensor(attention_mask).length, module.get_group()
-    first, stop = shard_range(length, ring.size(), ring.rank())
+    length, ring_group = MaskInfo.from_tensor(attention_mask).length, module.get_group()
+    first, stop = shard_range(length, ring_group.size(), ring_group.rank())
     share = module.get_ulysses_group(), module.heads, stop - first
     query, key, value = to_heads(*as_attention_takes(query, key, value), *share)
     output, _ = attend_in_ring(module, query, key, value, attention_mask, **kwargs)
@@ -31,14 +31,15 @@ class USPLlama(RingLlama):
         return ring_of(self.get_ring(), length, self.zigzag).order()
 
     def tokens(self, length):
-        ring, ulysses_group = self.get_ring(), self.get_ulysses_group()
-        local = self.order(length)[slice(*shard_range(length, ring.size(), ring.rank()))]
+        ring_group, ulysses_group = self.get_ring(), self.get_ulysses_group()
+        of_place = shard_range(length, ring_group.size(), ring_group.rank())
+        local = self.order(length)[slice(*of_place)]
         return local[slice(*shard_range(len(local), ulysses_group.size(), ulysses_group.rank()))]
 
     def gather_tokens(self, x, length):
-        ring, ulysses_group = self.get_ring(), self.get_ulysses_group()
-        first, stop = shard_range(length, ring.size(), ring.rank())
-        x = gather_shares(gather_shares(x, 1, stop - first, ulysses_group), 1, length, ring)
+        ring_group, ulysses_group = self.get_ring(), self.get_ulysses_group()
+        first, stop = shard_range(length, ring_group.size(), ring_group.rank())
+        x = gather_shares(gather_shares(x, 1, stop - first, ulysses_group), 1, length, ring_group)
         return x[:, self.order(length).argsort().to(x.device)]
 
 
@@ -53,12 +54,12 @@ def usp_parallelize(model, mesh, ulysses, zigzag=True):
     rank, ranks = group.rank(), group.size()
     first = rank // ulysses * ulysses
     ulysses_group = subgroup(group, "neighbours", first, first + ulysses)
-    ring = subgroup(group, "ring", rank - first, ranks, ulysses)
+    ring_group = subgroup(group, "ring", rank - first, ranks, ulysses)
     convert_attention(model, USPLlama, group, "usp", usp_attention)
     share_heads(model, ulysses_group)
     for module in [model, *(layer.self_attn for layer in model.model.layers)]:
         module.zigzag, module.get_ulysses_group = zigzag, getter(ulysses_group)
     for layer in model.model.layers:
-        layer.self_attn.get_group = getter(ring)
-    model.get_ring = getter(ring)
+        layer.self_attn.get_group = getter(ring_group)
+    model.get_ring = getter(ring_group)
     return model

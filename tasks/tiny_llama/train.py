@@ -103,14 +103,14 @@ def start_copying(model: LlamaForCausalLM) -> None:
     The output weights are the value weights transposed: as embeddings are tied, a word that is
     attended to becomes likelier. Half of the query heads have the weights of their keys.
     """
-    heads, groups = CONFIG["num_key_value_heads"], CONFIG["num_attention_heads"]
-    shape = heads, CONFIG["head_dim"], CONFIG["hidden_size"]
+    kv_heads, heads = CONFIG["num_key_value_heads"], CONFIG["num_attention_heads"]
+    shape = kv_heads, CONFIG["head_dim"], CONFIG["hidden_size"]
     for layer in model.model.layers:
         attention = layer.self_attn
         keys, values = attention.k_proj.weight.view(shape), attention.v_proj.weight.view(shape)
-        repeated = values.repeat_interleave(groups // heads, dim=0)
+        repeated = values.repeat_interleave(heads // kv_heads, dim=0)
         attention.o_proj.weight.copy_(repeated.flatten(0, 1).T)
-        attention.q_proj.weight.view(heads, groups // heads, *shape[1:])[:, 0] = keys
+        attention.q_proj.weight.view(kv_heads, heads // kv_heads, *shape[1:])[:, 0] = keys
 
 
 def train(model: LlamaForCausalLM, windows: Windows, steps: int, dtype: torch.dtype) -> None:

@@ -9,7 +9,7 @@ prompts only virtual tokens are right; those that bring keys and values, or a lo
 import inspect
 
 # Packages in peft.tuners, for all their layers; classes of PEFT's other layers and LoRA variants.
-BY_TOKEN = {
+KNOWN_ADAPTERS = {
     "adaption_prompt", "beft", "boft", "bone", "c3a", "deft", "delora", "fourierft", "frod",
     "glora", "gralora", "hira", "hra", "ia3", "ln_tuning", "loha", "lokr", "lora", "miss", "oft",
     "osf", "peanut", "psoft", "randlora", "road", "shira", "supertuning", "tinylora",
@@ -23,7 +23,7 @@ VIRTUAL_TOKENS = "PROMPT_TUNING", "P_TUNING", "MULTITASK_PROMPT_TUNING"
 
 
 def adapters_of(model):
-    """Return the names, such as those in `BY_TOKEN`, of PEFT's adapters in a model's layers."""
+    """Return the names, as in `KNOWN_ADAPTERS`, of PEFT's adapters in a model's layers."""
     names = set()
     for module in model.modules():
         if type(module).__module__.startswith("peft."):
@@ -54,8 +54,8 @@ def check_prompt():
 
 
 def check_by_token(model):
-    """Raise ValueError for adapters outside `BY_TOKEN`, and for prompts as `check_prompt` does."""
-    if unknown := adapters_of(model) - BY_TOKEN:
+    """Raise ValueError for adapters not in `KNOWN_ADAPTERS`, and as `check_prompt` does."""
+    if unknown := adapters_of(model) - KNOWN_ADAPTERS:
         raise ValueError(f"{', '.join(sorted(unknown))}: adapters that are not known to treat each "
                          "token alone, as a split sequence needs it")  # fmt: skip
     check_prompt()

@@ -166,17 +166,17 @@ def refuse_shared_batches(given):
                 )
 
 
-def refuse_norms_of_slices():
+def guard_total_norm():
     """Let PyTorch's norm of gradients refuse slices from now on, and so its clipping, too.
 
     Each rank would clip by the norm of its own slices, and the ranks would drift apart.
     """
     patch_with_check(
-        nn.utils, "get_total_norm", refuse_total_norm
+        nn.utils, "get_total_norm", check_total_norm
     )  # which clip_grad_norm_ calls, too
 
 
-def refuse_total_norm(given):
+def check_total_norm(given):
     """Raise ValueError for gradients of slices. given: the arguments of `get_total_norm`."""
     tensors = given["tensors"]
     known = {id(tensor) for tensor in ([tensors] if torch.is_tensor(tensors) else tensors)}
@@ -187,15 +187,15 @@ def refuse_total_norm(given):
         )
 
 
-def refuse_scaled_slices():
+def guard_grad_scaler():
     """Let PyTorch's GradScaler, from now on, refuse an optimizer of slices.
 
     A rank whose own slices overflow would leave out the step, and the ranks would drift apart.
     """
-    patch_with_check(torch.amp.GradScaler, "unscale_", refuse_to_scale_slices)
+    patch_with_check(torch.amp.GradScaler, "unscale_", check_grad_scaler)
 
 
-def refuse_to_scale_slices(given):
+def check_grad_scaler(given):
     """Raise ValueError for slices. given: the arguments of PyTorch's `GradScaler.unscale_`."""
     groups = given["optimizer"].param_groups
     if given["self"].is_enabled() and any(is_slice(p) for of in groups for p in of["params"]):

@@ -155,9 +155,9 @@ def refuse_on_slices(model):
     """
     from utils.refusals import (
         check_slices,
-        refuse_norms_of_slices,
+        guard_grad_scaler,
+        guard_total_norm,
         refuse_own_loss,
-        refuse_scaled_slices,
     )
 
     check_unsplit(model)
@@ -166,8 +166,8 @@ def refuse_on_slices(model):
     guard(model, check_slices)
     for module in model.modules():
         module.register_state_dict_pre_hook(refuse_state_dict)
-    refuse_norms_of_slices()
-    refuse_scaled_slices()
+    guard_total_norm()
+    guard_grad_scaler()
 
     def save_pretrained(*_, **__):
         raise ValueError(

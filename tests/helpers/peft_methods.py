@@ -337,7 +337,7 @@ def main():
     say("refused: slices")
 
     # The negative control: what is refused, if it were not.
-    adapters.BY_TOKEN = adapters.BY_TOKEN | {
+    adapters.KNOWN_ADAPTERS = adapters.KNOWN_ADAPTERS | {
         "ALoraLinearVariant", "adalora", "VeloraLinearVariant", "lily"
     }  # fmt: skip
     for name, config, _ in present({name: REFUSED[name] for name in UNLIKE}):
