@@ -243,6 +243,7 @@ ONCE = "tolerance", "one_step", "attention_peers"  # without turns
         pytest.param("mesh_speed", ["--seq-len", 16, "--batch-size", 2], marks=pytest.mark.stress),
         pytest.param("sequence_speed", ["--seq-len", 64, "--budget", 12], marks=pytest.mark.stress),
         pytest.param("compiled", ["--seq-len", 64], marks=pytest.mark.stress),
+        pytest.param("overlap", ["--seq-len", 16], marks=pytest.mark.stress),
         ("one_token", ["--prompt-len", 16, "--new-tokens", 3, "--batch-sizes", 1]),
         ("attention_peers", []),
         ("precise_sums", ["--kib", 8, "--dtype", "bfloat16", "--gloo"]),

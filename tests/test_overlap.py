@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import launch
+from figures.bench.overlap import beside
 from planting import plant
 
 
@@ -40,8 +41,15 @@ def test_planted_bug(right, wrong, said, odd_llama, tmp_path):
     assert result.code != 0 and said in result.err, result.tail()
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_order_on_a_gpu(odd_llama, tmp_path):
-    """The sum's kernels begin before a weight's gradient is computed, on a stream of their own."""
-    result = overlap(tmp_path, odd_llama, 2, "bfloat16")
-    assert result.code == 0 and "streams of the sum: 1" in result.out, result.tail()
+def test_kernels_beside():
+    """Of NCCL's kernels' time, what other kernels ran in, each moment once."""
+    kernels = [(True, 0.0, 4e6), (True, 3e6, 6e6), (False, 1e6, 3e6), (False, 2e6, 4e6),
+               (False, 5e6, 9e6), (True, 20e6, 24e6)]  # fmt: skip
+    assert beside(kernels) == (10.0, 0.4) and beside(kernels[2:5]) == (0.0, 0.0)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_on_a_gpu(odd_llama, tmp_path):
+    """On one rank of NCCL, whose sums run on a stream of their own: the same bits."""
+    result = overlap(tmp_path, odd_llama, 1, "bfloat16")
+    assert result.code == 0 and "Tests passed" in result.out, result.tail()

@@ -110,7 +110,7 @@ STEPS = {
     7: ("one step of 1,048,576 tokens, as far as it comes", 8),
     8: ("the tests of every task on the odd Llama: NCCL, and ranks that share the GPU", 15),
     9: ("each strategy of data parallelism alone: 246 M parameters, 128 x 256 tokens a rank", 5),
-    10: ("compiled layers of Tasks 3, 4 and the ring: the step of 8,192 tokens of step 3", 5),
+    10: ("8,192 tokens: compiled layers of Tasks 3, 4 and the ring; --overlap on 2 ranks", 6),
 }
 LONG = 6, 7, 8, 9, 10
 
@@ -168,6 +168,10 @@ def parts(device, smollm2="smollm2"):
     yield Part(9, "strategies", words)
     others = [name for name in WAYS if name not in (ONE, BY_HAND)]
     yield Part(10, "compiled", [*compiled, ONE, *others])
+    words = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+    words += ["--nproc_per_node", 2, "-m", "figures.bench.overlap", *large, *place]
+    words += ["--share-gpus"] * on_gpu + ["--batch-size", 1, "--seq-len", 8192 if on_gpu else 64]
+    yield Part(10, "overlap", words)
 
 
 # (What needs the GPU's allocator or its host memory comes second and third: a rehearsal lacks it.)
@@ -652,6 +656,8 @@ def summary(kind, records, planned):
     if "token_ms" in some.get("results", {}):
         return [f"{kind}, batch {size}: {one_token.in_words(of)}"
                 for size, of in some["results"]["token_ms"].items()]  # fmt: skip
+    if "backward_s" in some.get("results", {}):
+        return [f"{kind}, {some['world_size']} ranks: {summary_of_overlap(some['results'])}"]
     if "checks" in some:
         return [summary_of_tasks(records, ran)]
     if "positions" in some:
@@ -691,6 +697,15 @@ def summary_of_compiled(of):
     peaks = [peak / 2**30 for peak in of["peak"]]
     return (f"{seconds[0]:.3f} s, compiled {seconds[1]:.3f} s; peak beside the weights "
             f"{peaks[0]:.1f} GiB, compiled {peaks[1]:.1f} GiB")  # fmt: skip
+
+
+def summary_of_overlap(results):
+    """One backward with all-reduces after the weights' gradients, one with both at once."""
+    before, after = results["backward_s"].values()
+    said = f"{middle(before):.3f} s, overlapped {ratio(after, before)}"
+    for name, (seconds, share) in results["beside"].items():
+        said += f"; {name}: NCCL's kernels {seconds:.3f} s, other kernels beside {share:.0%} of it"
+    return said
 
 
 def summary_of_step(data):

@@ -50,10 +50,10 @@ def measure(run, args):
     run.print0(f"backward: {statistics.median(before):.4f} s, overlapped {ratio(after, before)}")
     run.results |= here_and_now(run.device.type, run.world_size)
     run.results |= {"size": size, "backward_s": {name: laps[name]["backward"] for name in models}}
-    if run.device.type == "cuda":
-        run.results["beside"] = {name: share_beside(of, ids) for name, of in models.items()}
-        for name, (seconds, share) in run.results["beside"].items():
-            run.print0(f"{name}: NCCL's kernels {seconds:.4f} s, other kernels beside {share:.0%}")
+    on_gpu = models if run.device.type == "cuda" else {}
+    run.results["beside"] = {name: share_beside(of, ids) for name, of in on_gpu.items()}
+    for name, (seconds, share) in run.results["beside"].items():
+        run.print0(f"{name}: NCCL's kernels {seconds:.4f} s, other kernels beside {share:.0%}")
 
 
 def share_beside(model, ids):
