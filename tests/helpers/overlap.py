@@ -46,7 +46,8 @@ def same_bits(name, ours, theirs):
 def main():
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cuda":
-        torch.cuda.set_device(dist.get_node_local_rank() if dist.is_initialized() else 0)
+        torch.cuda.set_device(dist.get_node_local_rank())
+        torch.use_deterministic_algorithms(True, warn_only=True)  # for attention's backward
     mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("tp",))
 
     def split(**settings):
