@@ -3,10 +3,10 @@ without; on GPUs Ulysses and the ring, too.
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 2 -m figures.bench.overlap
 
-Both models of Task 2 have the same weights, and must give the same, on a CPU to the bit. On GPUs one
-step of each technique is recorded as well: for how much of the time of NCCL's kernels other kernels
-ran. (Of ranks that share one GPU this shows the order, not the speed.) On a CPU nothing overlaps:
-see utils/overlap.py.
+Both models of Task 2 have the same weights, and must give the same, on a CPU to the bit. On GPUs
+one step of each technique is recorded as well: for how much of the time of NCCL's kernels other
+kernels ran. (Of ranks that share one GPU this shows the order, not the speed.) On a CPU nothing
+overlaps: see utils/overlap.py.
 """
 
 import statistics
