@@ -387,7 +387,7 @@ def function_of(config):
     names += "layer_types", "no_rope_layers"  # which layers have a window, and which RoPE
     found = {name: getattr(config, name, None) for name in names}
     found |= {"rope_theta": theta, "rope": rope, "sliding_window": window_of(config)}
-    if rope["rope_type"] in (*BY_LENGTH, "yarn"):  # these compare it with the length
+    if rope["rope_type"] in (*BY_LENGTH, "yarn"):  # their tables may depend on it
         found["max_position_embeddings"] = config.max_position_embeddings
     return json.loads(json.dumps(found))
 

@@ -55,14 +55,14 @@ def numbers_at_peak(run, by_layer):
     The model has W parameters and L layers. The shards of weights and of Adam's two states are
     3 W / P. In the backward a unit holds its full gradients, and a copy as the reduce-scatter's
     input; finished units keep only a shard. The root unit, all that is in no layer, is full from
-    the forward on. The peak is the larger of these, beyond the shards ("head": its gradient alone):
+    the forward on. The peak beyond the shards is the larger of these (head: its gradient's size):
 
         4 layers + root + head + (L - 2) layers / P     a layer, when the next one is gathered
         2 roots + (W - root) / P                        the root, at the end
 
-    If the model is one unit, it is the root: 3 W / P + 2 W. (At the end more may be added: on a
-    CPU another copy of the root's gradients whose rows do not divide by P, and for a tied head a
-    gradient of its own beside the embedding's.)
+    If the model is one unit, it is the root: 3 W / P + 2 W. (At the end the larger of two is added:
+    on a CPU another copy of the root's gradients whose rows do not divide by P; for a tied head,
+    which has a gradient of its own beside the embedding's, twice its size.)
     """
     P, model = run.world_size, run.source.empty_model()
     layers = layers_of(model) if by_layer else []

@@ -17,7 +17,7 @@ from utils.shards import ReplicatedKVLinear, shard_of
 # Allowed difference in float64, as a share of the largest reference value. A parallel run adds the
 # same products in another order, so it is off by a few roundings, of 1e-16, times the square root
 # of the number of additions: about 1e-14. In float32 and bfloat16 it is measured: `tolerance.py`.
-# Values that should be zero hold rounding: they may be off by FLOOR of the check's largest value.
+# Values that should be zero are only rounding: they may be off by FLOOR of the check's largest.
 TOLERANCE, FLOOR = 1e-10, 1e-13
 NAME_WIDTH = 69  # characters, so that a check is one line of at most 100
 HIDES = 0.1  # a reference that is off by more than this share of its values hides errors
@@ -60,8 +60,8 @@ class Comparison:
 
         pairs: of tensors of one shape, (actual, reference), or (actual, reference, exact). `exact`
         is the wider reference's value, in float32 and bfloat16 runs: errors are then differences
-        from `exact`, and `tolerance.judge` decides. tolerance: an absolute bound instead; without
-        `exact` by default `TOLERANCE` of the largest value of a pair. least_error: see
+        from `exact`, and `tolerance.judge` decides. tolerance: an absolute bound instead; None,
+        without `exact`, is `TOLERANCE` of the pair's largest reference value. least_error: see
         `tolerance.measure`. category: groups the pairs of a check whose usual errors are alike.
         """
         found, measured = self.compared.setdefault(name, ([], {}))

@@ -87,7 +87,7 @@ def record_step(model, ids, columns):
     alike = {p.nbytes for p in parameters if p.nbytes > 2**20}  # gradients not yet added to .grad
     parts = dict.fromkeys(PARTS_OF_PEAK, 0)
     for address, size in blocks.items():
-        values = size / (ids.numel() * columns)  # a row less, where labels are shifted
+        values = size / (ids.numel() * columns)  # bytes a logit; less if a shift drops a row
         if (address, size) in gradients or size in alike:
             parts[PARTS_OF_PEAK[0]] += size
         elif any(0.98 * width < values < 1.01 * width for width in (2, 4, 8)):

@@ -9,7 +9,7 @@ about as far off; which of the two is nearer is chance. Chance averages out in a
 
     rms      over a whole tensor, or this rank's slice of it
     row      rms over the last dim: of a token, an output unit, a word of the vocabulary
-    column   rms over all other dims: of an input unit, a number in all tokens' hidden states
+    column   rms over all other dims: of an input unit, one hidden dim over all tokens
     max      the largest value
     scale    |s - 1|, where s is the factor by which the exact values come nearest to the run's
     row scale, column scale     the same, of each row and of each column
@@ -44,7 +44,7 @@ queries is one, where each token sees only itself.) Its rms and its largest valu
 those of the largest such tensor in the check.
 
 5. Rows with few independent roundings are measured together with their neighbours: so many rows
-that they have MANY roundings between them, as a head has. (Columns: the same.)
+that they have MANY roundings between them, as a head's 64 rows do for one token. (Columns: alike.)
 
 A weight's gradient is a sum over the tokens t of d_t x_t^T, where x_t is the layer's input and d_t
 the gradient of its output. The error of row i is the sum of (error of d_t[i]) x_t: as many
@@ -86,7 +86,7 @@ WHOLE = "rms", "max", "scale"  # one number a tensor
 APART, OF_ROUNDING = ("rms", "max"), " of rounding"  # all that is measured of what should be zero
 FEW = 8  # values; a mean square over fewer says nothing that the largest value does not
 FEW_ROUNDINGS = 12  # independent ones: below this, rows or columns are measured together
-MANY = 64  # independent roundings that such a group should have: their sizes may differ much
+MANY = 64  # independent roundings such a group should have: many, as their sizes may differ much
 SHARED = 1 / 4  # the part of neighbours' squared error that one scale for them may explain
 SOME = 32  # rows or columns that tell how many independent roundings one has
 # Values taken at a time: on a CPU so few that they stay in its cache, for touching new memory takes

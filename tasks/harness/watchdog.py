@@ -270,8 +270,8 @@ def collectives_begun():
 def speaks_of_an_end(error):
     """Return whether an exception says that another rank has ended.
 
-    Only gloo's own words, NCCL's, or the store's count: other errors speak of peers, too (CUDA's
-    "peer access is not supported").
+    Only gloo's, NCCL's, the store's and shared memory's words are believed: other errors speak of
+    peers, too (CUDA's "peer access is not supported").
     """
     # NCCL's errors and the store's have types.
     known = "/gloo/transport/" in str(error) or isinstance(error, dist.DistError)

@@ -275,7 +275,7 @@ class Stack:
         return self.made[ranges]
 
     def in_order(self, flats):
-        """Split attention's flat outputs, one a round, into pieces (S/P, B, heads, D), by heads."""
+        """Split rounds' flat attention outputs into pieces (S/P, B, heads, D), sorted by head."""
         pairs = []
         for head_round, flat in zip(self.rounds, flats, strict=True):
             pieces = self.pieces(flat, self.counts(head_round))

@@ -77,7 +77,7 @@ BATCH_TOKENS = 2048  # of a step, in windows of SHORT tokens, in some steps of L
 SHORT, LONG = 256, CONFIG["max_position_embeddings"]
 LONG_EVERY = 6  # one step of so many has long windows, early on too: late steps learn little
 LEARNING_RATE, WARM_UP = 4e-3, 200
-COPY_STEPS = 600  # the first steps, this many, also practise copying, in half of their windows
+COPY_STEPS = 600  # so many first steps also practise copying, in half of their short windows
 
 
 def train_tokenizer(seed: int) -> Tokenizer:
