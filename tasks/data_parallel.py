@@ -99,8 +99,8 @@ class DataPartitioner:
 def partition_of_rank(rank, world_size, dataset, batch_size=128, collate_fn=None):
     """Return the DataLoader of a rank's samples, in batches of the rank's share of batch_size.
 
-    Where the ranks' shares of a batch are unequal, so are their partitions. Thus all ranks have as
-    many batches, except that some may lack the last one. Raises ValueError for a batch_size
+    Where the ranks' shares of a batch are unequal, so are their partitions. So all ranks have
+    equally many batches, except that some may lack the last one. Raises ValueError for a batch_size
     below world_size.
     """
     if batch_size < world_size:

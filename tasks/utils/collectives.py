@@ -112,11 +112,11 @@ def group_of_axis(mesh):
 
 @cache  # each group is a communicator, with memory of its own
 def subgroup(group, name, start, stop, step=1):
-    """Return the process group of `group`'s ranks [start:stop:step].
+    """Return the process group of `group`'s ranks [start:stop:step], with `group`'s timeout.
 
     All ranks of `group` call it together, each for its own subgroup, because NCCL may split the
-    communicator. name: the split's; it is in the cache's key, so that all ranks create a group, or
-    none does. (PyTorch names a group by how many its rank has made.) The timeout is `group`'s.
+    communicator. name: tells splits apart in the cache. Else a rank could find its group there when
+    others create theirs, and then names, in which PyTorch counts a rank's groups, would differ.
     """
     members = dist.get_process_group_ranks(group)[start:stop:step]
     device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"

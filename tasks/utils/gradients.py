@@ -1,4 +1,4 @@
-"""Gradients: their sums over ranks, in few messages, also without those of earlier backwards."""
+"""Sums of gradients over ranks, in few messages; if wanted, of new gradients alone."""
 
 from contextlib import contextmanager
 
@@ -12,7 +12,7 @@ from utils.collectives import all_reduce_
 def check_mesh(tensors, group):
     """Raise ValueError for DTensors whose mesh has several ranks of `group`, replicated or not.
 
-    Other DTensors have one of these ranks in their mesh: a sum over `group` adds local parts up.
+    If a mesh has only one of these ranks, its DTensors' local parts can be summed over `group`.
     """
     ranks = set(dist.get_process_group_ranks(group))
     for tensor in tensors:

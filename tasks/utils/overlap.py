@@ -1,4 +1,4 @@
-"""f's all-reduce behind the products that give the weights' gradients.
+"""f's all-reduce, overlapped with the products that give the weights' gradients.
 
 From the gradient dy of a column-parallel layer y = x W.T the backward computes dx = dy W, which f
 sums over the ranks, and dW = dy.T x, for which nobody waits. Autograd computes both before f begins
@@ -54,7 +54,7 @@ def enter(block, args, kwargs, names, group):
 
 
 class DeferredLinear:
-    """A linear layer that computes its weight's gradient only when f asks for it."""
+    """A linear layer that leaves its weight's gradient to `CopyAndDefer`, the f in front of it."""
 
     def forward(self, x):
         given = vars(self).pop("given", None)

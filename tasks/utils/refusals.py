@@ -86,7 +86,7 @@ def refuse_lost_slices(model):
 
 
 def refuse_own_loss(model, expected=ForCausalLMLoss):
-    """Raise ValueError if a model's `loss_function` is not `expected`: no other is replaced."""
+    """Raise ValueError if a model's `loss_function` is not `expected` but a user's own."""
     if model.loss_function != expected:
         raise ValueError(
             "a loss_function of your own would not be called, or get a part of the logits: compute "
