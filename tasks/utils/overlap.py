@@ -57,8 +57,9 @@ class DeferredLinear:
     """A linear layer that leaves its weight's gradient to `CopyAndDefer`, the f in front of it."""
 
     def forward(self, x):
-        given = vars(self).pop("given", None)
-        return super().forward(x) if given is None else LinearWithoutDW.apply(x, *given)
+        if torch.compiler.is_compiling() or "given" not in vars(self):
+            return super().forward(x)
+        return LinearWithoutDW.apply(x, *vars(self).pop("given"))
 
     def parameters_used(self):
         """Return weight and bias, behind f where several ranks hold them (`ReplicatedKVLinear`)."""
