@@ -13,13 +13,14 @@ from planting import plant
 from test_readme import CODE
 
 
-def full_model(folder, model, nproc, *args, tasks=launch.TASKS):
-    """The Result of tests/helpers/full_model.py."""
+def full_model(folder, model, nproc, *args, tasks=launch.TASKS, **settings):
+    """The Result of tests/helpers/full_model.py. settings: of `launch.ranks`."""
     (folder / "models").mkdir()
     path = launch.HELPERS / "full_model.py"
     return launch.ranks(
-        path, tasks, model, folder / "models", *args, nproc=nproc, folder=folder / "models"
-    )
+        path, tasks, model, folder / "models", *args, nproc=nproc, folder=folder / "models",
+        **settings,
+    )  # fmt: skip
 
 
 STRESS = pytest.mark.stress
@@ -78,7 +79,7 @@ def test_resume(odd_llama, tmp_path):
 @pytest.mark.parametrize("nproc", [1, 2, 3, 4])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_compiled(dtype, nproc, odd_llama, tmp_path):
-    result = full_model(tmp_path, odd_llama, nproc, dtype, "compiled")
+    result = full_model(tmp_path, odd_llama, nproc, dtype, "compiled", timeout=900)
     assert result.code == 0 and result.out.count("full model: ok") == nproc, result.tail()
 
 
