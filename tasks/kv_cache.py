@@ -12,7 +12,8 @@ what counts is how many collectives there are, and how many steps each takes, no
 the hand-made model the loop below needs 2 L + 1 collectives a token: two in every layer (each takes
 one step on CPUs: `SMALL` in shared_memory/group.py), and one that chooses the next token. In this
 one every rank sends its best logit, with that token's id and embedding, (B, 2 + H). So logits are
-never gathered, and the next forward starts without a collective.
+never gathered, and the next forward starts without a collective. `DecodingStep` is that loop for a
+static cache, so that a GPU can record a token's step as a CUDA graph (not run on a GPU yet).
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 2 tasks/kv_cache.py
 
@@ -66,6 +67,7 @@ def each_token(model, ids, mask, new_tokens, choose, cache=None):
     """Yield the new tokens (B, 1) of `generate`, one position after the other."""
     x = model.get_input_embeddings()(ids)
     for _ in range(new_tokens):
+        # Positions count real tokens: a row with padding begins at 0, too. Those of x are left.
         positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -x.shape[1] :]
         output = model.model(
             inputs_embeds=x,
@@ -78,6 +80,39 @@ def each_token(model, ids, mask, new_tokens, choose, cache=None):
         yield token
         mask = F.pad(mask, (0, 1), value=1)
         x = torch.cat([x, row], dim=1) if cache is None else row
+
+
+def choose_from_full_logits(model, logits):
+    """Return the likeliest tokens (B, 1) by full logits (B, 1, V), with embeddings (B, 1, H).
+
+    Raises ValueError for a part of the logits.
+    """
+    if logits.shape[-1] != model.config.vocab_size:
+        words = f"{logits.shape[-1]} of {model.config.vocab_size}"
+        raise ValueError(f"logits of {words} words, not of all: use choose_among_ranks")
+    token = logits.argmax(-1)
+    return token, model.get_input_embeddings()(token)
+
+
+def choose_among_ranks(model, logits):
+    """Return tokens (B, 1) and embeddings (B, 1, H) by split logits (B, 1, V/P), in one collective.
+
+    Every rank offers its best token, with the token's logit and embedding, (B, 2 + H). The largest
+    logit wins; among equal logits the lowest token id wins, as in argmax.
+    """
+    embedding = model.get_input_embeddings()
+    index = logits.argmax(-1)  # (B, 1), of this rank's rows
+    row = F.embedding(index, embedding.weight)[:, 0]  # (B, H)
+    wide = torch.promote_types(row.dtype, torch.float32)  # holds whole numbers up to 2^24
+    value, token = logits[:, 0].gather(-1, index), index + embedding.rows[0]
+    offer = torch.cat([x.to(wide) for x in (value, token, row)], -1)
+    offers = all_gather(offer, embedding.get_group())
+    rows = torch.arange(len(index), device=index.device)
+    best = offers[offers[:, :, 0].argmax(0), rows]  # (B, 2 + H)
+    return best[:, 1:2].long(), best[:, None, 2:].to(row.dtype)
+
+
+# ---------------------------------------------------------------- in place, by a CUDA graph
 
 
 class DecodingStep:
@@ -171,34 +206,7 @@ def replay(graph, step):
     graph.replay()
 
 
-def choose_from_full_logits(model, logits):
-    """Return the likeliest tokens (B, 1) by full logits (B, 1, V), with embeddings (B, 1, H).
-
-    Raises ValueError for a part of the logits.
-    """
-    if logits.shape[-1] != model.config.vocab_size:
-        words = f"{logits.shape[-1]} of {model.config.vocab_size}"
-        raise ValueError(f"logits of {words} words, not of all: use choose_among_ranks")
-    token = logits.argmax(-1)
-    return token, model.get_input_embeddings()(token)
-
-
-def choose_among_ranks(model, logits):
-    """Return tokens (B, 1) and embeddings (B, 1, H) by split logits (B, 1, V/P), in one collective.
-
-    Every rank offers its best token, with the token's logit and embedding, (B, 2 + H). The largest
-    logit wins; among equal logits the lowest token id wins, as in argmax.
-    """
-    embedding = model.get_input_embeddings()
-    index = logits.argmax(-1)  # (B, 1), of this rank's rows
-    row = F.embedding(index, embedding.weight)[:, 0]  # (B, H)
-    wide = torch.promote_types(row.dtype, torch.float32)  # holds whole numbers up to 2^24
-    value, token = logits[:, 0].gather(-1, index), index + embedding.rows[0]
-    offer = torch.cat([x.to(wide) for x in (value, token, row)], -1)
-    offers = all_gather(offer, embedding.get_group())
-    rows = torch.arange(len(index), device=index.device)
-    best = offers[offers[:, :, 0].argmax(0), rows]  # (B, 2 + H)
-    return best[:, 1:2].long(), best[:, None, 2:].to(row.dtype)
+# ---------------------------------------------------------------- the caches
 
 
 def make_cache(cache_type, model, kv_heads, batch_size, length):
@@ -282,8 +290,8 @@ def check_generation(run, name, model, choose, prompts, count, expected, referen
     size = sum(x.nbytes for x in local)
     formula = 2 * config.num_hidden_layers * len(ids) * S * (stop - first) * D * local[0].itemsize
     run.print_in_order(
-        f"cache of {len(ids)} x {S} tokens: {size} bytes, 2 L B S K/P D e = {formula}, "
-        f"K/P = {stop - first} of {config.num_key_value_heads} KV heads (rank={run.rank})"
+        f"cache of {len(ids)} x {S} tokens: {size} bytes, 2 L B S k D e = {formula}, "
+        f"k = {stop - first} of {config.num_key_value_heads} KV heads (rank={run.rank})"
     )
     run.check(f"{name}, bytes cached", [(torch.tensor(size), torch.tensor(formula))], tolerance=0.0)
     run.results[f"{key(name)}_cache_bytes"] = size

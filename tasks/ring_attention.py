@@ -12,13 +12,15 @@ keys are on their way (arXiv 2310.01889). Attention is causal, so later keys are
 A block gives outputs and, for each query, the log of the sum of its scores' exponentials. With
 these log-sum-exps two blocks merge into what both sets of keys would give at once. In the backward
 keys and values travel again, and behind them travel their gradients, to which each rank adds, until
-they are home. A block's gradients are exact: its probabilities come from *all* keys' log-sum-exps.
+they are home. A block's gradients are exact: its probabilities P come from *all* keys'
+log-sum-exps, and o in its scores' gradient, P (dP - the row's sum of do o), is the output over all
+keys.
 
 This file has the ring twice. First comes its simplest form, for contiguous shares of one sequence
 without padding. Then comes what `ring_parallelize` gives a full model: equal work for all ranks
 (zigzag), padding and packed documents, and no messages that nobody needs.
 
-    OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 2 tasks/ring_attention.py
+    OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 3 tasks/ring_attention.py
 
 checks what Task 4 checks against a single-rank run of the unmodified model: hidden states, logits,
 loss, gradients of the input embeddings and of all weights (batch of 2, left padding), text, bytes.
@@ -30,7 +32,6 @@ from itertools import accumulate
 
 import torch
 from torch.autograd.function import once_differentiable
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import harness
 import loading
@@ -137,6 +138,13 @@ class ContiguousRing(torch.autograd.Function):
         wait()
         dk, dv = coming  # of this rank's own keys and values: home again
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None
+
+
+def contiguous_ring(query, key, value, group, length):
+    """Attend causally from this rank's tokens, of `length`, as `ring_attention` does."""
+    shares = [shard_range(length, group.size(), rank) for rank in range(group.size())]
+    sizes = [stop - first for first, stop in shares]
+    return ContiguousRing.apply(query, key, value, sizes, group)
 
 
 # ---------------------------------------------------------------- the whole technique: who has what
@@ -442,57 +450,6 @@ def comm_bytes_per_layer(model, B, S, group=None, num_kv_heads=None):
     return numbers * dtype.itemsize, numbers * (dtype.itemsize + wide.itemsize)
 
 
-def check_simplest(run, group, batch_size, length):
-    """Compare `ContiguousRing` with the unmodified model's attention, on random q, k, v.
-
-    This rank's outputs are compared, and its gradients of q, k, v for a random gradient of the
-    outputs.
-    """
-    config, length = run.source.config, max(length, group.size())  # each rank needs a token
-    # The layer's weights, on the meta device, are not needed: q, k, v are drawn.
-    attention = run.source.empty_model().model.layers[0].self_attn
-    shares = [shard_range(length, group.size(), rank) for rank in range(group.size())]
-    sizes = [stop - first for first, stop in shares]
-    local = slice(*shares[group.rank()])
-    torch.manual_seed(run.seed)
-    N, K = config.num_attention_heads, config.num_key_value_heads
-    *qkv, grad = (
-        torch.randn(batch_size, heads, length, attention.head_dim, dtype=torch.float32).to(
-            run.device, run.dtype
-        )
-        for heads in (N, K, K, N)
-    )
-
-    def step(attend, tensors, grad):
-        tensors = [tensor.detach().requires_grad_() for tensor in tensors]
-        o = attend(*tensors)
-        return o.detach(), *torch.autograd.grad(o, tensors, grad)
-
-    def alone(dtype):
-        def attend(q, k, v):
-            unmodified = ALL_ATTENTION_FUNCTIONS[config._attn_implementation]
-            return unmodified(attention, q, k, v, None)[0].transpose(1, 2)
-
-        return step(attend, [t.to(dtype) for t in qkv], grad.to(dtype))
-
-    def ring(q, k, v):
-        return ContiguousRing.apply(q, k, v, sizes, group)
-
-    dtypes = [run.dtype]
-    if run.dtype in harness.WIDER:  # what the reference's own rounding is measured against
-        dtypes.append(harness.WIDER[run.dtype])
-    expected = run.reference_values(alone, dtypes if run.rank == 0 else [])
-    actual = step(ring, [t[:, :, local] for t in qkv], grad[:, :, local])
-    names = "outputs", "query grad", "key grad", "value grad"
-    for name, ours, theirs in zip(names, actual, expected, strict=True):
-        pair = [ours, *(t[:, :, local] for t in theirs)]
-        if name == "query grad" and group.rank() == 0:
-            # The first query sees one key only: its gradient is 0, but for rounding.
-            pair = [t[:, :, 1:] for t in pair]
-        by_token = [t.transpose(1, 2).flatten(2) for t in pair]  # all heads of a token
-        run.check(f"simplest ring, one attention: {name}", [by_token])
-
-
 def main():
     parser = harness.add_model_flags(harness.make_parser(__doc__, model_types=loading.LLAMAS))
     parser.add_argument(
@@ -508,8 +465,9 @@ def show(run, args):
     """Run all checks of the model, its text, bytes, time and memory; and of the simplest form."""
     mesh = run.mesh("sp")
     parallelize = partial(ring_parallelize, mesh=mesh, zigzag=args.layout == "zigzag")
-    harness.show_sequence(run, harness.Workload.of(args), mesh, parallelize, comm_bytes_per_layer)
-    check_simplest(run, mesh.get_group(), args.batch_size, args.seq_len)
+    workload = harness.Workload.of(args)
+    harness.show_sequence(run, workload, mesh, parallelize, comm_bytes_per_layer)
+    harness.check_attention(run, "simplest ring, one attention", contiguous_ring, mesh, workload)
 
 
 if __name__ == "__main__":

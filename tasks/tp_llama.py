@@ -179,53 +179,6 @@ class VocabParallelEmbedding(nn.Embedding):
         return local_rows(ids, self.weight, self.rows[0], self.num_embeddings, self.padding_idx)
 
 
-class VocabParallelHead(nn.Linear):
-    """Rows [start, stop) of an LM head: its logits are this rank's, (B, S, V/P).
-
-    If a loss is wanted, and logits would take more than `LOSS_TILE_BYTES` on some rank, the head
-    passes hidden states on, and the loss makes the logits of one tile of tokens after another.
-    """
-
-    wants_loss = in_tiles = False
-
-    def forward(self, x):
-        """x (B, S, H) -> (B, S, V/P), or x itself."""
-        tokens = x.shape[:-1].numel()
-        large = self.bias is None and tokens > self.tile(x.dtype)
-        self.in_tiles = self.wants_loss and large
-        return x if self.in_tiles else super().forward(x)
-
-    def tile(self, dtype):
-        """Return how many tokens' logits take `LOSS_TILE_BYTES`, the same on all ranks."""
-        wide = torch.promote_types(dtype, torch.float32)
-        widest = -(-self.full_size // self.get_group().size())
-        return max(1, LOSS_TILE_BYTES // (widest * wide.itemsize))
-
-
-def expect_loss(model, args, kwargs):
-    """Tell the LM head, as a pre-hook, whether the model was given labels.
-
-    Raises ValueError if its `loss_function` has been replaced since the split.
-    """
-    model.lm_head.wants_loss = has_labels(model, args, kwargs)
-    if model.lm_head.wants_loss:
-        from utils.refusals import refuse_own_loss
-
-        refuse_own_loss(model, MethodType(vocab_parallel_loss, model))
-
-
-def drop_logits(model, args, output):
-    """Return None for logits, as a hook, if the head passed hidden states on; reset the head."""
-    head = model.lm_head
-    if head.in_tiles and isinstance(output, tuple):  # return_dict=False: the loss comes first
-        output = output[0], None, *output[2:]
-    elif head.in_tiles and output is not None:  # None: the forward has failed
-        # (A new output: an entry of the old one that is set to None would keep its value.)
-        output = type(output)(**(dict(output) | {"logits": None}))
-    head.wants_loss = head.in_tiles = False
-    return output
-
-
 class VocabParallelCrossEntropy(torch.autograd.Function):
     """Cross-entropy of every token from logits that are split over the vocabulary.
 
@@ -330,6 +283,56 @@ def vocab_parallel_loss(
     if count is None:
         count = (targets != ignore_index).sum()
     return sum_of_vocab_parallel_losses(model, logits, targets, ignore_index) / count
+
+
+# ---------------------------------------------------------------- a loss without full logits
+
+
+class VocabParallelHead(nn.Linear):
+    """Rows [start, stop) of an LM head: its logits are this rank's, (B, S, V/P).
+
+    If a loss is wanted, and logits would take more than `LOSS_TILE_BYTES` on some rank, the head
+    passes hidden states on, and the loss makes the logits of one tile of tokens after another.
+    """
+
+    wants_loss = in_tiles = False
+
+    def forward(self, x):
+        """x (B, S, H) -> (B, S, V/P), or x itself."""
+        tokens = x.shape[:-1].numel()
+        large = self.bias is None and tokens > self.tile(x.dtype)
+        self.in_tiles = self.wants_loss and large
+        return x if self.in_tiles else super().forward(x)
+
+    def tile(self, dtype):
+        """Return how many tokens' logits take `LOSS_TILE_BYTES`, the same on all ranks."""
+        wide = torch.promote_types(dtype, torch.float32)
+        widest = -(-self.full_size // self.get_group().size())
+        return max(1, LOSS_TILE_BYTES // (widest * wide.itemsize))
+
+
+def expect_loss(model, args, kwargs):
+    """Tell the LM head, as a pre-hook, whether the model was given labels.
+
+    Raises ValueError if its `loss_function` has been replaced since the split.
+    """
+    model.lm_head.wants_loss = has_labels(model, args, kwargs)
+    if model.lm_head.wants_loss:
+        from utils.refusals import refuse_own_loss
+
+        refuse_own_loss(model, MethodType(vocab_parallel_loss, model))
+
+
+def drop_logits(model, args, output):
+    """Return None for logits, as a hook, if the head passed hidden states on; reset the head."""
+    head = model.lm_head
+    if head.in_tiles and isinstance(output, tuple):  # return_dict=False: the loss comes first
+        output = output[0], None, *output[2:]
+    elif head.in_tiles and output is not None:  # None: the forward has failed
+        # (A new output: an entry of the old one that is set to None would keep its value.)
+        output = type(output)(**(dict(output) | {"logits": None}))
+    head.wants_loss = head.in_tiles = False
+    return output
 
 
 # ---------------------------------------------------------------- what is shown with it

@@ -14,11 +14,10 @@ shares of the tokens into shares of the heads and back:
 
 A token's label is the next token, which may be on another rank: labels are shifted before they are
 split. A rank may have fewer valid labels than others, or none; so the loss is the sum of all ranks'
-losses, divided by the number of all ranks' labels, and not a mean of the ranks' means.
-
-No rank computes hidden states of the full sequence. The backward is the same the other
-way round. Each rank uses the weights for its own tokens, so the ranks' gradients are parts of a
-sum: one all-reduce after the backward adds them up (`sum_gradients`), as in data parallelism.
+losses, divided by the number of all ranks' labels, and not a mean of the ranks' means. (That is in
+utils/sequence.py: `SequenceParallelLlama.forward`.) The backward is the same the other way round.
+Each rank uses the weights for its own tokens, so the ranks' gradients are parts of a sum: one
+all-reduce after the backward adds them up (`sum_gradients`), as in data parallelism.
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 2 tasks/ulysses_forward.py
 
@@ -231,7 +230,10 @@ def show(run, args):
     """Run all checks of the model, its text, bytes, time and memory."""
     mesh = run.mesh("sp")
     parallelize = partial(sequence_parallelize, mesh=mesh)
-    harness.show_sequence(run, harness.Workload.of(args), mesh, parallelize, comm_bytes_per_layer)
+    workload = harness.Workload.of(args)
+    harness.show_sequence(run, workload, mesh, parallelize, comm_bytes_per_layer)
+    name = "ulysses_attention by itself"
+    harness.check_attention(run, name, ulysses_attention, mesh, workload)
 
 
 if __name__ == "__main__":

@@ -136,7 +136,7 @@ def test_every_task_is_shown():
 # What these do, other tests do, too.
 LONG = re.compile(
     "long_speed|ulysses_speed|decoding|tp_training|--peft lora|tp_llama.* random/|"
-    "(data_parallel|pipeline_llama|pretrain_2d).*memory-budget"
+    "(data_parallel|pipeline_llama|pretrain_2d|ulysses_finetune).*memory-budget"
 )
 
 

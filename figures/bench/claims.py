@@ -43,7 +43,7 @@ TASK = {
         LAST_LOSS,
     ]),
     "kv_cache": ("KV cache", 2, [], [
-        ("tokens of 3 prompts, by hand and DTensor, 5 ways each", "^generated tokens|tokens$"),
+        ("tokens of 3 prompts, by hand and DTensor, 6 ways each", "^generated tokens|tokens$"),
         ("logits from the cache", "cached logits$"),
         ("every rank's keys and values, slices of the whole", "cached keys and values"),
         ("bytes cached, as the formula says", "bytes cached$"),
@@ -88,7 +88,7 @@ TASK = {
     "ulysses_forward": ("Task 4", 2, [], [
         ("hidden states of every layer", "^hidden states"), *MODEL, TOKENS, PACKED, SENT,
     ]),
-    "ring_attention": ("Ring", 2, [], [
+    "ring_attention": ("Ring", 3, [], [
         ("hidden states of every layer", "^hidden states"), *MODEL, TOKENS, PACKED, SENT,
         ("its simplest form, on its own: outputs and gradients of one attention", "^simplest ring"),
     ]),

@@ -126,14 +126,14 @@ def check_text(run, tokens, expected, references, mask, how="", show=True):
         rows = (row[len(m) - m.sum() :] for row, m in zip(ids, mask, strict=True))
         return " ".join(repr(run.tokenizer.decode(row[row >= 0])) for row in rows)
 
-    if show:
-        run.show_texts("text", text(expected), text(tokens))
-        if goes_on(tokens[:, mask.shape[1] :], run.source):
-            run.print0(
-                "note: a text goes on behind the model's end token, for as many tokens are compared"
-            )
     name, apart = f"generated tokens{how}", torch.tensor(float(not torch.equal(tokens, expected)))
     dist.all_reduce(apart := apart.to(run.device))
+    if show or apart:
+        run.show_texts("text", text(expected), text(tokens))
+    if show and goes_on(tokens[:, mask.shape[1] :], run.source):
+        run.print0(
+            "note: a text goes on behind the model's end token, for as many tokens are compared"
+        )
     if run.dtype == torch.float64 or not apart:
         run.check(name, [(tokens, expected)], tolerance=0.0)
         return
@@ -151,4 +151,4 @@ def check_text(run, tokens, expected, references, mask, how="", show=True):
         ((logits, exact),) = run.reference_values(there, references)
         own = (logits - exact).abs().max().item()
         pair = exact[tokens[row, at]], exact[expected[row, at]]
-        run.check(f"{name}, a tie at token {at}", [pair], 4 * own)
+        run.check(f"{name}, two as likely at token {at}", [pair], 4 * own)

@@ -16,7 +16,7 @@ NAMES_BY_MODULE = {
     "generation": "check_continuation check_text encode_prompts hf_generate",
     "model_checks": "check_overfitting compared_layers error_of_mean make_batch own_loss plain_loss"
     " number_of_parameters show_model train_on_batch",
-    "sequence_checks": "show_sequence",
+    "sequence_checks": "check_attention show_sequence",
     "step_checks": "LARGE Reference check_copies compare_gradients compares_changes keep_changes"
     " refuse_not_finite sum_of_parts",
     "adapter_checks": "check_again check_replicas check_training",

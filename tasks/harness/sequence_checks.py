@@ -7,11 +7,14 @@ from functools import partial
 
 import torch
 import transformers
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from harness.generation import check_continuation, hf_generate
 from harness.measure import measure_bytes
 from harness.model_checks import error_of_mean, show_model
+from harness.wider import WIDER
 from utils.losses import mean_loss, token_losses
+from utils.partition import shard_range
 from utils.replicas import sum_gradients
 
 PACKS = int(transformers.__version__.split(".")[0]) >= 5  # it tells documents by positions
@@ -119,3 +122,54 @@ def check_packed(run, ids, parallel, references, reduce):
         model.zero_grad()
     for reference in references[:1]:
         reference.requires_grad_(True)
+
+
+def check_attention(run, name, attention, mesh, workload):
+    """Compare causal attention of split tokens with the unmodified model's, on random q, k, v.
+
+    attention(q, k, v, group, length=S): q (B, N, S/P, D), k and v (B, K, S/P, D) of this rank's
+    tokens -> (B, N, S/P, D). This rank's outputs are compared, and its gradients of q, k, v for a
+    random gradient of the outputs.
+    """
+    group, config = mesh.get_group(), run.source.config
+    length = max(workload.seq_len, group.size())  # each rank needs a token
+    # The layer's weights, on the meta device, are not needed: q, k, v are drawn.
+    layer = run.source.empty_model().model.layers[0].self_attn
+    local = slice(*shard_range(length, group.size(), group.rank()))
+    torch.manual_seed(run.seed)
+    N, K = config.num_attention_heads, config.num_key_value_heads
+    *qkv, grad = (
+        torch.randn(workload.batch_size, heads, length, layer.head_dim, dtype=torch.float32).to(
+            run.device, run.dtype
+        )
+        for heads in (N, K, K, N)
+    )
+
+    def step(attend, tensors, grad):
+        tensors = [tensor.detach().requires_grad_() for tensor in tensors]
+        o = attend(*tensors)
+        return o.detach(), *torch.autograd.grad(o, tensors, grad)
+
+    def alone(dtype):
+        def attend(q, k, v):
+            unmodified = ALL_ATTENTION_FUNCTIONS[config._attn_implementation]
+            return unmodified(layer, q, k, v, None)[0].transpose(1, 2)
+
+        return step(attend, [t.to(dtype) for t in qkv], grad.to(dtype))
+
+    def split(q, k, v):
+        return attention(q, k, v, group, length=length)
+
+    dtypes = [run.dtype]
+    if run.dtype in WIDER:  # what the reference's own rounding is measured against
+        dtypes.append(WIDER[run.dtype])
+    expected = run.reference_values(alone, dtypes if run.rank == 0 else [])
+    actual = step(split, [t[:, :, local] for t in qkv], grad[:, :, local])
+    names = "outputs", "query grad", "key grad", "value grad"
+    for what, ours, theirs in zip(names, actual, expected, strict=True):
+        pair = [ours, *(t[:, :, local] for t in theirs)]
+        if what == "query grad" and group.rank() == 0:
+            # The first query sees one key only: its gradient is 0, but for rounding.
+            pair = [t[:, :, 1:] for t in pair]
+        by_token = [t.transpose(1, 2).flatten(2) for t in pair]  # all heads of a token
+        run.check(f"{name}: {what}", [by_token])
