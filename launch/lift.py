@@ -4,7 +4,8 @@
 
 A script's technique is all that stands above "what is shown with it". Of the modules that it
 imports, the file has the definitions that are used, in the order in which they depend on each
-other. What needs the harness is left out, and named.
+other. With a technique that splits a model comes what a training asks of it: the sum of gradients,
+their norm and clipping, the full state, the folder. What needs the harness is left out, and named.
 """
 
 import argparse
@@ -18,6 +19,14 @@ ROOT = Path(__file__).resolve().parent.parent
 TASKS = ROOT / "tasks"
 SHOWN = "what is shown with it"
 HARNESS = "harness", "loading", "checkpoints", "shared_memory"
+SPLITS = {("utils.shards", "refuse_on_slices"), ("utils.sequence", "convert_attention")}
+FOR_TRAINING = {
+    "utils.full_model": ["clip_grad_norm_", "full_state_dict", "grad_norm", "save_pretrained"],
+    "utils.replicas": ["sum_gradients"],
+}
+# What splits the model that these take.
+TAKEN = {"kv_cache": ("tp_llama", "tensor_parallelize"),
+         "ulysses_finetune": ("ulysses_forward", "sequence_parallelize")}  # fmt: skip
 
 
 class Module:
@@ -172,6 +181,12 @@ def lift(task):
     """The file's text, and the names of the technique's functions that it leaves out."""
     module = load(task)
     needed, refused = find_needed(task, module.technique())
+    if task in TAKEN:
+        script, name = TAKEN[task]
+        needed |= find_needed(script, [name])[0]
+    if needed & SPLITS:
+        for of, names in FOR_TRAINING.items():
+            needed |= find_needed(of, names)[0]
     names_of = defaultdict(set)
     for of, name in needed:
         names_of[of].add(name)

@@ -230,6 +230,14 @@ def make_cache(cache_type, model, kv_heads, batch_size, length):
     )
 
 
+def contents(cache):
+    """List keys and values of the first layer, of the second, ..., each (B, K, length, D)."""
+    if hasattr(cache, "layers"):
+        return [x for layer in cache.layers for x in (layer.keys, layer.values)]
+    pairs = zip(cache.key_cache, cache.value_cache, strict=True)  # transformers 4
+    return [x for pair in pairs for x in pair]
+
+
 # ---------------------------------------------------------------- what is shown with it
 
 
@@ -302,14 +310,6 @@ def local_kv_heads(run):
     config = run.source.config
     heads = config.num_attention_heads, config.num_key_value_heads
     return shard_heads(*heads, run.world_size, run.rank)[1]
-
-
-def contents(cache):
-    """List keys and values of the first layer, of the second, ..., each (B, K, length, D)."""
-    if hasattr(cache, "layers"):
-        return [x for layer in cache.layers for x in (layer.keys, layer.values)]
-    pairs = zip(cache.key_cache, cache.value_cache, strict=True)  # transformers 4
-    return [x for pair in pairs for x in pair]
 
 
 @torch.no_grad()

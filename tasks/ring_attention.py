@@ -382,10 +382,10 @@ def ring_attention(query, key, value, group, length=None, zigzag=False, mask=Non
 
     length: S, by default P times this rank's tokens; P or more. zigzag: which tokens a rank has,
     see `Ring`; `Ring(group, length, zigzag).order()` lists all ranks' tokens in turn. mask: None if
-    only causal, or made by `MaskInfo.to_tensor`. Raises ValueError for a number of tokens that does
-    not fit `length`. Source: Ring Attention, arXiv 2310.01889, section 3.
+    only causal, or made by `MaskInfo.to_tensor`. Raises ValueError for shapes or dtypes that do not
+    fit each other or `length`. Source: Ring Attention, arXiv 2310.01889, section 3.
     """
-    length = seq_len(query.shape[2], group, length)
+    length = seq_len(query, key, value, group, length)
     return RingAttention.apply(query, key, value, ring_of(group, length, zigzag, mask))
 
 

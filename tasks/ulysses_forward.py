@@ -95,10 +95,9 @@ def ulysses_attention(query, key, value, group, attend=causal, length=None, head
     attend(query, key, value): the attention of some heads; by default causal. length: S, by default
     P times this rank's tokens; each rank has as many as `shard_range` says. heads: for each rank,
     its query heads and KV heads, by default by `shard_heads`. Raises UserError for more ranks than
-    query heads, ValueError for a number of tokens that does not fit `length`.
+    query heads, ValueError for shapes or dtypes that do not fit each other or `length`.
     """
-    length = seq_len(query.shape[2], group, length)
-    P = group.size()
+    P, length = group.size(), seq_len(query, key, value, group, length)
     heads = heads or [shard_heads(query.shape[1], key.shape[1], P, rank)[:2] for rank in range(P)]
     output = attend(*to_heads(query, key, value, group, heads, length))
     return to_tokens(output.transpose(1, 2), group, heads, length).transpose(1, 2)
@@ -232,8 +231,7 @@ def show(run, args):
     parallelize = partial(sequence_parallelize, mesh=mesh)
     workload = harness.Workload.of(args)
     harness.show_sequence(run, workload, mesh, parallelize, comm_bytes_per_layer)
-    name = "ulysses_attention by itself"
-    harness.check_attention(run, name, ulysses_attention, mesh, workload)
+    harness.check_attention(run, "ulysses_attention by itself", ulysses_attention, mesh, workload)
 
 
 if __name__ == "__main__":

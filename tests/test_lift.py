@@ -61,10 +61,21 @@ def trained(split):
     return split
 
 
+def clipped_and_saved(split, of):
+    norm = torch.stack([grad.norm() for grad in GRADS.values()]).norm()
+    close(of.clip_grad_norm_(split, 1e9).float(), norm)
+    of.save_pretrained(split, "saved")
+    saved = LlamaForCausalLM.from_pretrained("saved").state_dict()
+    assert all(saved[name].equal(value) for name, value in WHOLE.state_dict().items())
+
+
 def tp_llama(of):
     for size in 2**28, 1:  # the loss in one, and in tiles
         of.LOSS_TILE_BYTES = size
-        same_gradients(trained(of.tensor_parallelize(model(), mesh)))
+        same_gradients(split := trained(of.tensor_parallelize(model(), mesh)))
+    clipped_and_saved(split, of)
+    overlapped = of.tensor_parallelize(model(), mesh, overlap=True)
+    same_gradients(trained(overlapped))
 
 
 def tp_training(of):
@@ -79,10 +90,9 @@ def dtensor_llama(of):
 
 def by_tokens(split, of):
     trained(split)
-    of.sum_gradients(split.parameters(), mesh) if hasattr(of, "sum_gradients") else [
-        dist.all_reduce(parameter.grad) for parameter in split.parameters()
-    ]
+    of.sum_gradients(split.parameters(), mesh)
     same_gradients(split)
+    clipped_and_saved(split, of)
 
 
 def ulysses_forward(of):
@@ -101,7 +111,7 @@ def tp_ulysses(of):
 def ulysses_finetune(of):
     split = LlamaForCausalLM(CONFIG)
     split.load_state_dict(WHOLE.state_dict())
-    sys.modules["ulysses_forward"].sequence_parallelize(split, mesh)
+    of.sequence_parallelize(split, mesh)
     for loss in of.local_loss(split, IDS).detach(), of.forward_backward(split, IDS, mesh):
         dist.all_reduce(loss)
         close(loss, LOSS)
@@ -110,7 +120,7 @@ def ulysses_finetune(of):
 
 def kv_cache(of):
     mask = torch.ones_like(IDS)
-    split = sys.modules["tp_llama"].tensor_parallelize(model(), mesh)
+    split = of.tensor_parallelize(model(), mesh)
     alone = of.generate(WHOLE, IDS, mask, 4, of.choose_from_full_logits)
     assert of.generate(split, IDS, mask, 4, of.choose_among_ranks, DynamicCache()).equal(alone)
 

@@ -177,3 +177,13 @@ def test_norms_of_all_heads_together():
         model.model.layers[0].self_attn.q_norm = torch.nn.RMSNorm(32)
     with pytest.raises(ValueError, match="q_norm is of 32, not of a head's 8"):
         check_ordinary(model)
+
+
+def test_heads_that_do_not_divide():
+    """transformers says so only in a forward; a slice of such a model would lose query heads."""
+    config = transformers.LlamaConfig(
+        num_attention_heads=6, num_key_value_heads=4, head_dim=8, hidden_size=48,
+        intermediate_size=16, num_hidden_layers=1, vocab_size=11,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="6 query heads do not divide by 4 KV heads"):
+        check_ordinary(transformers.LlamaForCausalLM(config))

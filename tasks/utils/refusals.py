@@ -33,6 +33,9 @@ def check_ordinary(model):
     name = type(model).__name__
     if not type(model).__module__.startswith("transformers.models."):
         raise ValueError(f"not an ordinary LlamaForCausalLM: {name}")
+    heads, kv_heads = model.config.num_attention_heads, model.config.num_key_value_heads
+    if heads % kv_heads:
+        raise ValueError(f"{name}: {heads} query heads do not divide by {kv_heads} KV heads")
     check_parts(name, model, {"model", "lm_head"})
     check_parts(f"{name}'s model", model.model, OF_MODEL)
     for layer in model.model.layers:
@@ -80,8 +83,9 @@ def refuse_lost_slices(model):
         for name in module.slices:
             if not hasattr(getattr(module, name), "shard"):
                 raise ValueError(
-                    f"{place}.{name} was a slice, and has been replaced (by fully_shard?): "
-                    "parallelize_2d of pretrain_2d.py splits over two axes"
+                    f"{place}.{name} was a slice, and has been replaced: by fully_shard "
+                    "(parallelize_2d of pretrain_2d.py splits over two axes), or by to_empty "
+                    "(loading.models.materialize fills a model that was split without memory)"
                 )
 
 

@@ -80,9 +80,12 @@ def share_heads(model, group):
         attention.num_key_value_groups = (stop - first) // (stop_key - first_key)
 
 
-def seq_len(tokens, group, length=None):
-    """Return the length, by default P times a rank's tokens; raise ValueError if they misfit."""
-    P, rank = group.size(), group.rank()
+def seq_len(query, key, value, group, length=None):
+    """Return the length, by default P times this rank's tokens; raise ValueError for a misfit."""
+    P, rank, tokens = group.size(), group.rank(), query.shape[2]
+    fits = key.shape == value.shape and query[:, 0].shape == key[:, 0].shape
+    if not fits or query.shape[1] % key.shape[1] or not query.dtype == key.dtype == value.dtype:
+        raise ValueError(f"query, key, value do not fit: {query.shape}, {key.shape}, {value.shape}")
     length = tokens * P if length is None else length
     if length < P:
         raise ValueError(f"{length} tokens for {P} ranks: each needs one")
@@ -121,8 +124,8 @@ class MaskInfo:
     Without either, a token sees all.
 
     Layers get it as a 4-D tensor, which Hugging Face passes unchanged to every layer, also when a
-    layer is recomputed in the backward. Not all versions pass other arguments on; an attribute of
-    the layer could, when the layer is recomputed, already be that of a later forward.
+    layer is recomputed. Not all versions pass other arguments on, and an attribute of the layer
+    could already be a later forward's when the layer is recomputed.
     """
 
     length: int

@@ -427,6 +427,9 @@ def functions(folder):
     q = torch.randn(1, 6, 3, 4)
     for attend in ulysses_attention, ring_attention:
         refused(partial(attend, q, q, q, group, length=3 * P + P), "tokens on rank")
+        longer, others, half = (torch.randn(1, K, S, 4) for K, S in ((2, 4), (4, 3), (2, 3)))
+        for kv in longer, others, half.bfloat16():
+            refused(partial(attend, q, kv, kv, group), "query, key, value do not fit")
     for V, offset in product((5 * P, 5 * P + 1), (0, 1e4)):
         rows = shard_range(V, P, RANK)
         logits = torch.randn(2, 7, V, dtype=DTYPE) + offset
