@@ -349,7 +349,7 @@ def main():
     parser.add_argument(
         "--overlap",
         action="store_true",
-        help="run f's all-reduces while the weights' gradients are computed (on GPUs)",
+        help="run f's all-reduces while the weights' gradients are computed (on GPUs); default no",
     )
     harness.start(parser.parse_args(), show)
 

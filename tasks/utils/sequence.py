@@ -124,8 +124,7 @@ class MaskInfo:
     Without either, a token sees all.
 
     Layers get it as a 4-D tensor, which Hugging Face passes unchanged to every layer, also when a
-    layer is recomputed. Not all versions pass other arguments on, and an attribute of the layer
-    could already be a later forward's when the layer is recomputed.
+    layer is recomputed. (Not all versions pass other arguments; a layer's attributes may be newer.)
     """
 
     length: int
