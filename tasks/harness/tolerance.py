@@ -48,8 +48,8 @@ that they have MANY roundings between them, as a head's 64 rows do for one token
 
 A weight's gradient is a sum over the tokens t of d_t x_t^T, where x_t is the layer's input and d_t
 the gradient of its output. The error of row i is the sum of (error of d_t[i]) x_t: as many
-roundings as there are tokens, however long the row is. The d_t[i] is a sum itself. Its rounding is
-as large as the sum's terms, so it is about the same for all i, while the sum may be next to
+roundings as there are tokens, however long the row is. The d_t[i] is a sum itself. Its rounding
+goes by the size of the sum's terms, so it is about the same for all i, while the sum may be next to
 nothing. Among thousands of rows of one token's gradient there is one where the sum is next to
 nothing, and where the reference happens to have rounded right: then the reference's error and the
 values are both far too small to measure by. (For columns d and x change places.)

@@ -116,7 +116,7 @@ def supported_techniques(model, techniques):
     """
     check_by_token(model)
     fewer = techniques
-    # in_one: why layers are not taken apart. kernel: why attention has to be run again.
+    # in_one: why heads are not grouped, and attention is run again. kernel: why it is run again.
     in_one, kernel = None, None
     if model.training and model.config.attention_dropout:
         in_one = "attention has dropout"
