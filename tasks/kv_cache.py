@@ -67,7 +67,7 @@ def each_token(model, ids, mask, new_tokens, choose, cache=None):
     """Yield the new tokens (B, 1) of `generate`, one position after the other."""
     x = model.get_input_embeddings()(ids)
     for _ in range(new_tokens):
-        # Positions count real tokens: a row with padding begins at 0, too. Those of x are left.
+        # Positions count real tokens: a row with padding begins at 0, too. Those of x are kept.
         positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -x.shape[1] :]
         output = model.model(
             inputs_embeds=x,

@@ -13,7 +13,7 @@ A block gives outputs and, for each query, the log of the sum of its scores' exp
 these log-sum-exps two blocks merge into what both sets of keys would give at once. In the backward
 keys and values travel again, and behind them travel their gradients, to which each rank adds, until
 they are home. A block's gradients are exact: its probabilities P come from *all* keys'
-log-sum-exps, and o in its scores' gradient, P (dP - the row's sum of do o), is the output over all
+log-sum-exps. Its scores' gradient is P (dP - the row's sum of do o), with o the output over all
 keys.
 
 This file has the ring twice. First comes its simplest form, for contiguous shares of one sequence

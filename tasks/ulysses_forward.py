@@ -194,7 +194,7 @@ def sequence_parallelize(model, mesh):
     those of a rank of that axis. Works on a model without memory (device meta) too. Raises
     UserError for more ranks than query heads and for RoPE that depends on the length of the
     sequence, ValueError as `convert_attention` does.
-    Whole KV groups are dealt out: of 4 on 3 ranks one rank gets two, and takes twice as long.
+    Up to K ranks get whole KV groups: of 4 on 3 ranks one gets two, and takes twice as long.
     Source: DeepSpeed-Ulysses, arXiv 2309.14509, section 3.
     """
     group = group_of_axis(mesh)

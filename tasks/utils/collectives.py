@@ -116,7 +116,7 @@ def subgroup(group, name, start, stop, step=1):
 
     All ranks of `group` call it together, each for its own subgroup, because NCCL may split the
     communicator. name: tells splits apart in the cache. Else a rank could find its group there when
-    others create theirs, and then names, in which PyTorch counts a rank's groups, would differ.
+    others create theirs. Later groups' names, made from a rank's count of groups, would differ.
     """
     members = dist.get_process_group_ranks(group)[start:stop:step]
     device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"

@@ -123,8 +123,8 @@ class MaskInfo:
     sees. documents: (B, S), the number of each token's document, outside of which it sees nothing.
     Without either, a token sees all.
 
-    Layers get it as a 4-D tensor, which Hugging Face passes unchanged to every layer, also when a
-    layer is recomputed. (Not all versions pass other arguments; a layer's attributes may be newer.)
+    Layers get it as a 4-D tensor, which Hugging Face passes unchanged to every layer, also when it
+    is recomputed. (Not all versions pass other arguments; attributes may be a later forward's.)
     """
 
     length: int
