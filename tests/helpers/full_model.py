@@ -68,10 +68,11 @@ def ordinary():
     return model
 
 
-def step(model, ids, **kwargs):
+def step(model, ids, times=1):
     """Forward and backward of the mean loss, which Hugging Face computes in float32 at most."""
     logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
-    torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()).backward()
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+    (times * loss).backward()
 
 
 def evaluate(model, ids):
@@ -113,6 +114,15 @@ def averaged(step, mesh):
     return both
 
 
+def sharded_too(split, mesh):
+    """Split the tokens of a model, and its weights by FSDP2 over the same ranks."""
+
+    def both(model):
+        return shard_fully(split(model, mesh), mesh)
+
+    return both
+
+
 def of_pretraining(mesh, replicate, model, ids):
     own = ids.chunk(mesh["dp"].size())[mesh["dp"].get_local_rank()]
     with loss_parallel():
@@ -130,6 +140,9 @@ def techniques(P):
         "ring": (partial(ring_parallelize, mesh=one), summed(step, one)),
         "DP": (lambda model: model, averaged(rows_of(one), one)),
         "FSDP2": (partial(shard_fully, mesh=one), rows_of(one)),
+        # FSDP2 takes the mean of the ranks' parts of a gradient, of which the sum is wanted.
+        "Ulysses, FSDP2": (sharded_too(sequence_parallelize, one), partial(step, times=P)),
+        "ring, FSDP2": (sharded_too(ring_parallelize, one), partial(step, times=P)),
     }
     for shape in [(2, 2)] if P == 4 else [(1, P), (P, 1)]:
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
