@@ -33,11 +33,11 @@ def check_ordinary(model):
     name = type(model).__name__
     if not type(model).__module__.startswith("transformers.models."):
         raise ValueError(f"not an ordinary LlamaForCausalLM: {name}")
+    check_parts(name, model, {"model", "lm_head"})
+    check_parts(f"{name}'s model", model.model, OF_MODEL)
     heads, kv_heads = model.config.num_attention_heads, model.config.num_key_value_heads
     if heads % kv_heads:
         raise ValueError(f"{name}: {heads} query heads do not divide by {kv_heads} KV heads")
-    check_parts(name, model, {"model", "lm_head"})
-    check_parts(f"{name}'s model", model.model, OF_MODEL)
     for layer in model.model.layers:
         check_parts(f"a layer of {name}", layer, OF_LAYER)
         check_parts(f"attention of {name}", layer.self_attn, OF_ATTENTION, HEAD_NORMS)
