@@ -116,7 +116,7 @@ def tensor_parallelize(model, mesh, vocab_parallel=True, region_ops=None, overla
             if overlap:
                 from utils.overlap import overlap_f
 
-                overlap_f(block, group)
+                overlap_f(block, f, group)
             else:
                 block.register_forward_pre_hook(bind(f, enter=enter, group=group), with_kwargs=True)
             last.register_forward_hook(bind(g, leave=leave, group=group))

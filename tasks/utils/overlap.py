@@ -18,39 +18,39 @@ from torch.autograd.function import once_differentiable
 
 from utils.collectives import all_reduce, all_reduce_, copy_to_region
 from utils.llama import bind, mixed_in
+from utils.shards import ReplicatedKVLinear
 
 COLUMN_PARALLEL = "q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"
 
 
-def overlap_f(block, group):
+def overlap_f(block, hook, group):
     """Apply f to the input of `block`, attention or MLP; its sum overlaps as said above.
 
+    hook(block, args, kwargs, enter, group): applies enter(x, group) to the input, as a pre-hook.
     Within torch.compile f is as ever.
     """
     names = [name for name in COLUMN_PARALLEL if hasattr(block, name)]
     for layer in map(block.get_submodule, names):
         layer.__class__ = mixed_in(DeferredLinear, type(layer))
-    block.register_forward_pre_hook(bind(enter, names=names, group=group), with_kwargs=True)
+    deferring = bind(defer, hook=hook, names=names, group=group)
+    block.register_forward_pre_hook(deferring, with_kwargs=True)
 
 
-def enter(block, args, kwargs, names, group):
-    """Apply f to a block's input, as a pre-hook; attention takes its input as a keyword."""
+def defer(block, args, kwargs, hook, names, group):
+    """Run a block's hook with an f that defers the gradients of its layers' weights."""
     layers = [block.get_submodule(name) for name in names]
 
-    def f(x):
+    def enter(x, group):
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return copy_to_region(x, group)
         deferred = {}  # {number of a layer: its dy}
-        weights, biases = zip(*(layer.parameters_used() for layer in layers), strict=True)
+        weights, biases = zip(*(layer.parameters_taken() for layer in layers), strict=True)
         x, *weights = CopyAndDefer.apply(x, group, deferred, *weights)
         for number, layer in enumerate(layers):
             layer.given = weights[number], biases[number], deferred, number
         return x
 
-    args = tuple(f(x) for x in args)
-    if "hidden_states" in kwargs:
-        kwargs = kwargs | {"hidden_states": f(kwargs["hidden_states"])}
-    return args, kwargs
+    return hook(block, args, kwargs, enter, group)
 
 
 class DeferredLinear:
@@ -61,13 +61,10 @@ class DeferredLinear:
             return super().forward(x)
         return LinearWithoutDW.apply(x, *vars(self).pop("given"))
 
-    def parameters_used(self):
-        """Return weight and bias, behind f where several ranks hold them (`ReplicatedKVLinear`)."""
-        used = self.weight, self.bias
-        if hasattr(self, "get_kv_replica_group"):
-            group = self.get_kv_replica_group()
-            used = [None if x is None else copy_to_region(x, group) for x in used]
-        return used
+    def parameters_taken(self):
+        """Return weight and bias, as a `ReplicatedKVLinear` takes them if this is one."""
+        replicated = isinstance(self, ReplicatedKVLinear)
+        return self.parameters_behind_f() if replicated else (self.weight, self.bias)
 
 
 class CopyAndDefer(torch.autograd.Function):

@@ -98,9 +98,12 @@ class ReplicatedKVLinear(nn.Linear):
     """
 
     def forward(self, x):
+        return F.linear(x, *self.parameters_behind_f())
+
+    def parameters_behind_f(self):
         group = self.get_kv_replica_group()
         bias = None if self.bias is None else copy_to_region(self.bias, group)
-        return F.linear(x, copy_to_region(self.weight, group), bias)
+        return copy_to_region(self.weight, group), bias
 
 
 class HeadNorm:
