@@ -547,7 +547,7 @@ def check_average(run, parallel, batch):
     local_forward_backward(parallel.model, batch, parallel.group)
     grads = [parameter.grad for parameter in parallel.model.parameters()]
     samples, own = (
-        len(set(run.gather_objects(checkpoints.fingerprint(of)))) for of in (batch, grads)
+        len(set(run.gather_objects(checkpoints.fingerprint(tensors)))) for tensors in (batch, grads)
     )
     same = torch.tensor(float(samples - own))
     run.check("by-hand: ranks with the same gradients before the average", [(same, 0 * same)], 0.0)

@@ -166,7 +166,7 @@ class WholeHeads(ParallelStyle):
     """For a projection to heads (dim 0) or from heads (dim 1), if K does not divide by the ranks.
 
     DTensor deals out rows in equal chunks and would cut through heads. So the weight is an ordinary
-    tensor, this rank's slice, with the same f in front of it (dim 0) or g behind it (dim 1).
+    tensor, this rank's slice, with the same f before it (dim 0) or g after it (dim 1).
     """
 
     def __init__(self, dim, start, stop, holders=None):

@@ -272,7 +272,7 @@ class Pipeline:
         if all_reduce(torch.tensor(float(sum(frozen)), device=device), self.group):
             raise ValueError(
                 "zero-bubble: nothing of the first stage is trained, and PyTorch's schedule leaves "
-                "out the gradients behind it: take interleaved"
+                "out the gradients after it: take interleaved"
             )
 
     def run(self, ids, mask, labels, sizes):

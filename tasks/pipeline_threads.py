@@ -294,7 +294,7 @@ class PartNode(torch.autograd.Function):
 class BackwardByWorkers(torch.autograd.Function):
     """Lets the workers run all parts' backwards, on CPUs, before autograd reaches the parts' nodes.
 
-    This is the identity behind the last partition. Its backward waits for the workers, which cannot
+    This is the identity after the last partition. Its backward waits for the workers, which cannot
     deadlock: a worker runs backwards on the CPU in its own thread, and needs no other thread.
     """
 
@@ -525,7 +525,7 @@ def show(run, args):
     if args.repeats != 0:
         turns = {"one": partial(turn, by_one), "threads": partial(turn, by_threads)}
         alone, together = (
-            of["step"] for of in harness.interleave(run, turns, args.repeats).values()
+            times["step"] for times in harness.interleave(run, turns, args.repeats).values()
         )
         run.print0(
             f"time of a step: {statistics.median(alone):.4f} s one after the other, "

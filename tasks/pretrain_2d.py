@@ -92,7 +92,7 @@ class TakeHeads(ColwiseParallel):
 class PutHeads(RowwiseParallel):
     """o_proj for uneven heads: its input is a Partial sum, zero outside of this rank's heads."""
 
-    def __init__(self, *pad):  # how many columns other ranks' heads have, before and behind
+    def __init__(self, *pad):  # how many columns other ranks' heads have, before and after
         super().__init__(input_layouts=Partial(), output_layouts=TOKENS)
         self.pad = pad
 

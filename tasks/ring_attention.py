@@ -258,8 +258,9 @@ class Ring:
             sends += [(x, first) for chunk, x in leaving.items() if self.last_hop[chunk] == hop]
             local = self.chunks(self.rank)
             comes |= {chunk: last for chunk in local if self.last_hop[chunk] == hop}
-        shape, of = (2, *k.shape[:2]), dict(dtype=grad_dtype or k.dtype)
-        coming = {c: k.new_empty(*shape, self.size(c), k.shape[3], **of) for c in comes}
+        B, K, _, D = k.shape
+        empty = partial(k.new_empty, dtype=grad_dtype or k.dtype)
+        coming = {chunk: empty(2, B, K, self.size(chunk), D) for chunk in comes}
         receives = [(coming[chunk], source) for chunk, source in comes.items()]
         return coming, exchange(sends, receives, self.group)
 
@@ -318,7 +319,7 @@ def ring_forward(ring, q, k, v):
                 lse = lse.masked_fill((bias == -torch.inf).all(-1), -torch.inf)
             block = o.to(wide), lse.to(wide)
             merged[i] = merge(merged[i], block) if i in merged else block
-    o, lse = (torch.cat(of, dim=2) for of in zip(*(merged[i] for i in queries), strict=True))
+    o, lse = (torch.cat(x, dim=2) for x in zip(*(merged[i] for i in queries), strict=True))
     return o.to(q.dtype), lse, rest
 
 
@@ -343,7 +344,7 @@ def ring_backward(ring, grad, q, k, v, o, lse, rest):
         coming, wait = ring.pass_on(hop, dkv, k, grad_dtype=wide)
     wait()
     add(coming, local, {})
-    dk, dv = (torch.cat(of, dim=2) for of in zip(*local.values(), strict=True))
+    dk, dv = (torch.cat(x, dim=2) for x in zip(*local.values(), strict=True))
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 

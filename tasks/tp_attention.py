@@ -3,8 +3,8 @@
 The one idea (Megatron-LM, arXiv 1909.08053, section 3): a head needs no other head until the
 output projection adds them up. So each rank owns N/P query heads with the key/value heads they
 attend to: their rows of q_proj, k_proj and v_proj, and their columns of o_proj. RoPE, mask and
-softmax run unchanged, on local heads. f stands in front (backward: all-reduce), g behind (forward:
-all-reduce): one collective each way.
+softmax run unchanged, on local heads. Before them stands f, which all-reduces in the backward;
+after them g, which all-reduces in the forward: one collective each way.
 
     x --f--> q, k, v (local heads) --> RoPE, attention --> o_proj (partial sum) --g--> y
 

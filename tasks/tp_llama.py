@@ -41,7 +41,7 @@ from utils.collectives import (
     subgroup,
 )
 from utils.errors import UserError
-from utils.llama import bind, expect_same_batches, getter, guard_dropout, next_tokens
+from utils.llama import bind, check_ids, expect_same_batches, getter, guard_dropout, next_tokens
 from utils.partition import shard_heads, shard_range
 from utils.shards import (
     ReplicatedKVLinear,
@@ -81,12 +81,14 @@ def tensor_parallelize(model, mesh, vocab_parallel=True, region_ops=None, overla
     returns its input. Attention weights, if asked for, are of this rank's heads. Works on a model
     without memory (device meta) too.
     region_ops: functions of (x, group), in place of f and g. overlap: all-reduces of the layers' f
-    run while the weights' gradients are computed, see `utils.overlap`; not with region_ops.
+    run while the weights' gradients are computed, see `utils.overlap`.
     Raises UserError for more ranks than query heads or vocabulary entries, ValueError for a model
-    that is split already, or not built as a Llama.
+    that is split already, or not built as a Llama, and for overlap with region_ops.
     Source: Megatron-LM, arXiv 1909.08053, section 3.
     """
     group, (enter, leave) = group_of_axis(mesh), region_ops or (copy_to_region, reduce_from_region)
+    if overlap and region_ops:
+        raise ValueError("overlap: of f, in whose place region_ops has another function")
     refuse_on_slices(model)
     rank, ranks = group.rank(), group.size()
     guard_dropout(model, ranks)
@@ -226,14 +228,18 @@ def vocab_parallel_cross_entropy(
 ):
     """Compute `F.cross_entropy`, on all ranks of `group`, of logits (..., V/P) and labels (...).
 
-    reduction: "mean", "sum" or "none". rows: this rank's part of the vocabulary, [start, stop); by
-    default all ranks' parts are equal. Labels are the same on all ranks, and are not checked to be
-    in the vocabulary. Each rank's logits get their own gradient, without a sum over ranks.
+    reduction: "mean", "sum" or "none". Labels are the same on all ranks. rows: this rank's part of
+    the vocabulary, [start, stop); then labels are not checked to be in the vocabulary. By default
+    the ranks ask each other for their sizes, and labels that no rank has raise IndexError. Each
+    rank's logits get their own gradient, without a sum over ranks.
     """
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction {reduction!r}: not mean, sum or none")
     if rows is None:
-        rows = shard_range(logits.shape[-1] * group.size(), group.size(), group.rank())
+        size = torch.tensor(logits.shape[-1], device=logits.device)
+        sizes, rank = all_gather(size, group).tolist(), group.rank()
+        rows = sum(sizes[:rank]), sum(sizes[: rank + 1])
+        check_ids(labels.masked_fill(labels == ignore_index, 0), sum(sizes))
     if rows[1] - rows[0] != logits.shape[-1]:
         raise ValueError(f"rows {rows}, for logits of {logits.shape[-1]} words")
     losses = VocabParallelCrossEntropy.apply(logits.flatten(0, -2), labels.flatten(), rows, group)

@@ -139,15 +139,15 @@ def show_training(run, mesh, batch, lr, iterations):
     least_error = harness.LIMITS["rms"] * harness.error_of_mean(*tokens)
     harness.refuse_not_finite(expected[0], lr)
     for wide in references[1:]:
-        for parameter, of in zip(references[0].parameters(), wide.parameters(), strict=True):
-            parameter.exact_grad = of.grad.float()
+        for parameter, exact in zip(references[0].parameters(), wide.parameters(), strict=True):
+            parameter.exact_grad = exact.grad.float()
     del references[1:]
     table, title = {"no TP": expected[0]}, f"{len(ids)} x {ids.shape[1]} tokens"
     for name, (split, _) in SPLITS.items():
         model = run.load_model(partial(split, mesh=mesh))
         loss = harness.plain_loss if name == "TP" else harness.own_loss
         table[name] = trained(model, loss)
-        compared = [of if exactly else of[:1] for of in (table[name], *expected)]
+        compared = [values if exactly else values[:1] for values in (table[name], *expected)]
         run.check(f"{name}, {title}: losses", [compared], least_error=least_error)
         if exactly:
             changes = f"{name}, {title}: changes by {iterations} iterations"
@@ -157,7 +157,7 @@ def show_training(run, mesh, batch, lr, iterations):
     for i in range(iterations):
         said = ", ".join(f"{name} {losses[i]:.6f}" for name, losses in table.items())
         run.print0(f"iter {i}, input {title}, {padding} of padding; loss: {said}")
-    off = max((of / expected[0] - 1).abs().max().item() for of in table.values())
+    off = max((losses / expected[0] - 1).abs().max().item() for losses in table.values())
     run.print0(f"losses differ by up to {off:.1e} of the loss")
     run.results[title] = {name: losses.tolist() for name, losses in table.items()}
 
@@ -185,7 +185,7 @@ def profile(run, mesh, args):
         memory[name] = [one for one in run.gather_objects(local) if one]
         if split:
             losses = local["loss"], memory["one process"][0]["loss"]
-            loss, expected = (torch.tensor(of, dtype=torch.float64) for of in losses)
+            loss, expected = (torch.tensor(loss, dtype=torch.float64) for loss in losses)
             run.check(f"{name}: loss", [(loss, expected)], tolerance=bound * expected.item())
         most = max(memory[name], key=lambda one: one["peak"])
         weights, peak = (f"{most[key] / 2**20:.1f}" for key in ("weights", "peak"))
@@ -196,7 +196,7 @@ def profile(run, mesh, args):
         )
         if trace:
             print(f"trace of rank 0, {name}: {trace}", flush=True)
-    alone, tp, both = (max(of["peak"] for of in one) for one in memory.values())
+    alone, tp, both = (max(local["peak"] for local in one) for one in memory.values())
     run.print0(
         f"peak beyond the weights, of one process's: TP {tp / alone:.0%}, TP + loss "
         f"parallel {both / alone:.0%}, which is {both / tp:.0%} of TP's"

@@ -125,8 +125,8 @@ def comm_bytes_per_layer(model, B, S, mesh, sequence, megatron_sp):
             / ulysses_group.size()
         )
         sent = [
-            exchanged + of
-            for of in ring_attention.comm_bytes_per_layer(model, B, S, ring, num_kv_heads)
+            exchanged + passed
+            for passed in ring_attention.comm_bytes_per_layer(model, B, S, ring, num_kv_heads)
         ]
     e, H = model.dtype.itemsize, model.config.hidden_size
     half = (P - 1) / P * B * S / mesh["sp"].size() * H * e  # of an all-reduce's bytes
@@ -211,7 +211,7 @@ def show(run, args):
     def bytes_of(model, B, S):
         local = comm_bytes_per_layer(model, B, S, mesh, args.sequence, args.megatron_sp)
         return tuple(
-            sum(of) / run.world_size for of in zip(*run.gather_objects(local), strict=True)
+            sum(sent) / run.world_size for sent in zip(*run.gather_objects(local), strict=True)
         )
 
     def tokens_of(model, S):

@@ -12,7 +12,7 @@ and its core, `local_loss`:
       ranks   [ 0          ][ 1           ]    80 positions each
 
 * Labels are shifted by one before they are split: the next token may be on the next rank.
-* With --pack a row holds several documents, each behind a copy of the virtual prompt, and what is
+* With --pack a row holds several documents, each after a copy of the virtual prompt, and what is
   left is filler. Positions restart, and a token sees its own document alone. Packing changes
   nothing but speed: loss and gradients are those of the documents one by one.
 

@@ -77,14 +77,14 @@ class AllToAll(torch.autograd.Function):
         return dx, None, None, None
 
 
-def causal(query, key, value):
+def causal_attention(query, key, value):
     """Run PyTorch's own causal attention, also with fewer KV heads than query heads."""
     times = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(times, dim=1) for x in (key, value))
     return F.scaled_dot_product_attention(query, key, value, is_causal=True)
 
 
-def ulysses_attention(query, key, value, group, attend=causal, length=None, heads=None):
+def ulysses_attention(query, key, value, group, attend=causal_attention, length=None, heads=None):
     """Attend with this rank's heads to all tokens; take and return all heads of its own tokens.
 
                         per rank before     sent to rank r              per rank after

@@ -47,7 +47,7 @@ def test_tied(nproc, tmp_path):
     assert result.code == 0 and result.out.count("full model: ok") == nproc, result.tail()
 
 
-@pytest.mark.parametrize("what", ["wrong_use", "lost", "of_tokens"])
+@pytest.mark.parametrize("what", ["wrong_use", "lost", "optimizers", "of_tokens"])
 def test_wrong_use(what, odd_llama, tmp_path):
     """Of slices: a state dict, PyTorch's clipping, dropout. And a folder that cannot be written."""
     result = full_model(tmp_path, odd_llama, 2, "float64", what)
@@ -190,6 +190,17 @@ BUGS = {
         'if any(getattr(module, "slices", ()) for module in model.modules()):', "if False:",
         "not refused: full_state_dict",
     ),
+    "an optimizer of matrices takes slices": (
+        "optimizers", 2, "refusals.py", "if of_matrices and", "if False and", "not refused: Muon",
+    ),
+    "an optimizer from before the split trains nothing": (
+        "optimizers", 2, "refusals.py", "if any(id(p) not in present", "if any(id(p) in ()",
+        "not refused: from before the split",
+    ),
+    "the ranks' sizes are not asked for": (
+        "functions", 2, "tp_llama.py", "sum(sizes[:rank]), sum(sizes[: rank + 1])",
+        "rank * sizes[rank], (rank + 1) * sizes[rank]", "cross-entropy, ",
+    ),
     "slices that FSDP2 has split pass for tensors": (
         "lost", 2, "refusals.py", 'if not hasattr(getattr(module, name), "shard"):', "if False:",
         "not refused: model.embed_tokens.weight was",
@@ -244,8 +255,8 @@ BUGS = {
         "aten._scaled_dot_product_flash_attention_for_cpu.default,", "", "Ulysses: attention {",
     ),
     "Adam begins anew": (
-        "resume TP", 2, "sharded_checkpoint.py", "{key: torch.tensor(of, device=device) for",
-        "{key: torch.tensor(0 * of, device=device) for", "resumed",
+        "resume TP", 2, "sharded_checkpoint.py", "{key: torch.tensor(value, device=device) for",
+        "{key: torch.tensor(0 * value, device=device) for", "resumed",
     ),
     "a moment is forgotten": (
         "resume DTensor", 2, "sharded_checkpoint.py", "local_part(tensor.detach()).copy_(values)",

@@ -75,9 +75,8 @@ class ShardedCheckpoints(Checkpoints):
         step = len(record["losses"])
         states = {name: (STATES, {"step": float(step)}) for name in record["parts"]}
         run.together(lambda: read_state(path, model, optimizer, record["parts"], states))
-        saved, now = (
-            torch.tensor(of) + 1e-300 for of in (record["sums"], self.sums(model, optimizer))
-        )
+        sums = record["sums"], self.sums(model, optimizer)
+        saved, now = (torch.tensor(values) + 1e-300 for values in sums)
         run.check("state as it was saved", [(now / saved, torch.ones_like(saved))], tolerance=1e-9)
         schedule.load_state_dict(record["schedule"])
         optimizer.param_groups[0]["lr"] = record["lr"]
@@ -193,15 +192,15 @@ def state_of(model, optimizer, parts, rank):
     tensors, states, regions = {}, {}, regions_of(model)
     for name, parameter in parameters_of(model).items():
         state = optimizer.state.get(parameter, {})
-        tensors_of = {key: of for key, of in state.items() if torch.is_tensor(of)}
+        split = {key: value for key, value in state.items() if torch.is_tensor(value)}
         # A scalar parameter's states are scalars, and count as split; Adam's step does not.
         single = parameter.dim() == 0
-        split = {k: of for k, of in tensors_of.items() if of.dim() or (single and k != "step")}
+        split = {k: x for k, x in split.items() if x.dim() or (single and k != "step")}
         for key, tensor in split.items():
             if tensor.shape != parameter.shape:
                 shapes = f"{list(tensor.shape)} for {list(parameter.shape)}"
                 raise ValueError(f"{type(optimizer).__name__}: {key} of {name}: {shapes}")
-        numbers = {key: float(of) for key, of in state.items() if key not in split}
+        numbers = {key: float(value) for key, value in state.items() if key not in split}
         states[name] = list(split), numbers
         if [rank, regions[name]] in parts[name]:
             for key, tensor in {"parameter": parameter, **split}.items():
@@ -234,8 +233,8 @@ def read_state(path, model, optimizer, parts, states):
         optimizer.state.pop(parameter, None)  # states of steps taken before do not count
         device = parameter.device if parameter in on_device else torch.device("cpu")
         if keys or numbers:
-            of_parameter = {key: torch.tensor(of, device=device) for key, of in numbers.items()}
-            optimizer.state[parameter] = of_parameter
+            state = {key: torch.tensor(value, device=device) for key, value in numbers.items()}
+            optimizer.state[parameter] = state
         for key in "parameter", *keys:
             values = read_region(path, f"{key}.{name}", parts[name], shard_of(parameter))
             tensor = parameter
@@ -259,7 +258,7 @@ def read_region(path, key, parts, region):
             for local, (first, stop) in zip(region, theirs, strict=True)
         ]
         if all(first < stop for first, stop in both):
-            there = [(slice(a - of[0], b - of[0])) for (a, b), of in zip(both, theirs, strict=True)]
+            there = [slice(a - m[0], b - m[0]) for (a, b), m in zip(both, theirs, strict=True)]
             here = [slice(a - m.start, b - m.start) for (a, b), m in zip(both, region, strict=True)]
             try:
                 with safe_open(path / f"rank{rank}.safetensors", "pt") as file:

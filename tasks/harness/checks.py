@@ -308,23 +308,24 @@ class Comparison:
         }  # fmt: skip
         everyone = self.gather_objects(local)
         rank = max(range(self.world_size), key=lambda r: everyone[r]["elements_missed"])
-        of, gate = everyone[rank], self.dtype == torch.float64
+        most_missed, gate = everyone[rank], self.dtype == torch.float64
+        off, tolerance = most_missed["max_abs_diff"], most_missed["tolerance"]
         name = f"torch.allclose({what}, {against}, atol=1e-6)"
         (self.checks if gate else self.results.setdefault("verdicts", [])).append(
-            {"name": f"{title} {name}"} | of
+            {"name": f"{title} {name}"} | most_missed
         )
-        missed = f"{of['elements_missed']:,} of {of['elements']:,} elements"
-        if of["passed"]:
+        missed = f"{most_missed['elements_missed']:,} of {most_missed['elements']:,} elements"
+        if most_missed["passed"]:
             self.print0(f"{name}: True")
         elif gate:
-            why = f"|diff| {of['max_abs_diff']:.1e} > tolerance {of['tolerance']:.1e}"
+            why = f"|diff| {off:.1e} > tolerance {tolerance:.1e}"
             why = f"{what} mismatch on rank={rank}, {missed}: {why}"
             self.print_failed(f"{title} {name}", rank, why)
             self.exit(1)
         else:
             self.print0(
-                f"{name}: False, {missed}: {of['max_abs_diff']:.1e} off where the "
-                f"{against} is {of['reference']:.1e} (rank={rank}); why: "
+                f"{name}: False, {missed}: {off:.1e} off where the "
+                f"{against} is {most_missed['reference']:.1e} (rank={rank}); why: "
                 "figures/tasks.md, Part 1"
             )
 

@@ -157,7 +157,7 @@ def losses_of_epochs(records):
 def print_pace(run, name, records, more):
     """Print mean time and speed of the epochs but the first, which warms up; return the times.
 
-    records: for each epoch, the list of all ranks' records. more: text behind the speed.
+    records: for each epoch, the list of all ranks' records. more: text after the speed.
     """
     counted = records[1:] or records
     times = [statistics.mean(record["training_time_s"] for record in ranks) for ranks in counted]
@@ -223,7 +223,7 @@ def check_memory(run, strategy, model, optimizer, activations):
     most = [n * (weights if copied else weights / P + largest) for n, copied in counts]
     above = [max(0, local - limit) for local, limit in zip(held, most, strict=True)]
     pairs = [(actual[:3], expected), (above, [0, 0, 0])]
-    pairs = [[torch.tensor(of, dtype=torch.float64) for of in pair] for pair in pairs]
+    pairs = [[torch.tensor(values, dtype=torch.float64) for values in pair] for pair in pairs]
     run.check(f"{strategy}: bytes of weights, gradients, states, on all ranks", pairs, 0.0)
     for rank, numbers in enumerate(everyone):
         mib = [f"{number / 2**20:.2f}" for number in numbers]

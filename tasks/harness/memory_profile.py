@@ -28,12 +28,12 @@ def record_memory(function, device):
     blocks, at_peak, curve = {}, {}, []
     total = peak = 0
     for event in sorted(allocations(recorded, device), key=lambda event: event.start_time_ns):
-        of = event.extra_fields
-        if of.alloc_size > 0:
-            blocks[of.ptr] = of.alloc_size
-            total += of.alloc_size
+        change = event.extra_fields
+        if change.alloc_size > 0:
+            blocks[change.ptr] = change.alloc_size
+            total += change.alloc_size
         else:
-            total -= blocks.pop(of.ptr, 0)  # 0: it was there before
+            total -= blocks.pop(change.ptr, 0)  # 0: it was there before
         curve.append((event.start_time_ns, total))
         if total > peak:
             peak, at_peak = total, dict(blocks)

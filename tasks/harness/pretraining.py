@@ -98,7 +98,7 @@ class ReferenceTraining:
         (losses,) = run.reference_values(losses_of, self.references)
         self.least_error, expected = (
             error_of_mean(*losses),
-            [mean_loss(of, labels) for of in losses],
+            [mean_loss(one, labels) for one in losses],
         )
         loss = step().to(expected[0].dtype)
         run.show("loss", expected[0], loss)
@@ -125,10 +125,10 @@ class ReferenceTraining:
         optimizer, losses = torch.optim.AdamW(parameters, self.args.lr, **settings), []
         norms, rates = [], []
         for name, parameter in model.named_parameters() if state else ():
-            of = {key: x.to(parameter, copy=True) for key, x in state[name].items()}
+            entries = {key: x.to(parameter, copy=True) for key, x in state[name].items()}
             with torch.no_grad():
-                parameter.copy_(of.pop("parameter"))
-            optimizer.state[parameter] = of | {"step": torch.tensor(float(first))}
+                parameter.copy_(entries.pop("parameter"))
+            optimizer.state[parameter] = entries | {"step": torch.tensor(float(first))}
         for step in range(first, stop):
             ids, labels = self.batch(run, step)
             optimizer.zero_grad()
@@ -144,7 +144,7 @@ class ReferenceTraining:
             losses.append(loss.item())
             norms.append(norm.item())
             rates.append(optimizer.param_groups[0]["lr"])
-        return [torch.tensor(of, dtype=torch.float64) for of in (losses, norms, rates)]
+        return [torch.tensor(values, dtype=torch.float64) for values in (losses, norms, rates)]
 
     def check_steps(self, run, model, training, losses, checkpoints):
         """Compare loss, norm and learning rate of the first steps, and the parameters after them.
@@ -285,7 +285,7 @@ def progress(run, trial, model, training, losses, tokens):
     speed = (steps - done) * tokens / (time.perf_counter() - begin)
     peaks = run.gather_objects(peak)
     run.results |= {"tokens_per_second": speed, "peak_memory_bytes": peaks}
-    pair = [torch.tensor(of) for of in (rates, list(map(trial.rate, range(done, steps))))]
+    pair = [torch.tensor(values) for values in (rates, list(map(trial.rate, range(done, steps))))]
     run.check("learning rates of the others", [pair], tolerance=1e-12 * trial.args.lr)
     run.print0(f"tokens_per_second={speed:.0f}, padding counted, max_mem={max(peaks) / 1e9:.2f}gb")
 
@@ -310,7 +310,7 @@ def check_mean_loss(run, name, loss, reference, batches):
 
     with torch.no_grad():
         (losses,) = run.reference_values(losses_of, run.references(reference))
-    expected = [mean_loss(of, labels) for of in losses]
+    expected = [mean_loss(one, labels) for one in losses]
     loss = torch.tensor(loss, dtype=torch.float64).to(expected[0])
     run.check(name, [(loss, *expected)], least_error=error_of_mean(*losses))
 

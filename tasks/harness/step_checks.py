@@ -52,7 +52,7 @@ class Reference:
                 parameter.requires_grad_(self.only(key))  # what is not compared takes no memory
         self.logits, self.input_grad = run.reference_values(step, self.models)
         losses = [token_losses(logits, labels) for logits in self.logits]
-        self.loss = [mean_loss(of, labels) for of in losses]
+        self.loss = [mean_loss(one, labels) for one in losses]
         self.least_error = error_of_mean(*losses)
         for model in self.models[:1] if self.compares_changes else ():
             copies = [copy.deepcopy(model), *(wider_copy(model) for _ in self.models[1:])]

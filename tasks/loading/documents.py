@@ -321,8 +321,8 @@ def bigram_loss(rows, held, vocab_size):
         p(b | a) = (n(a, b) + s p(b)) / (n(a) + s), and p(b) = (n(b) + 1) / (n + V)
     """
 
-    def tokens(of):
-        return [labels[labels != -100].tolist() for _, labels in of]
+    def tokens(dataset):
+        return [labels[labels != -100].tolist() for _, labels in dataset]
 
     seen, pairs, first = Counter(), Counter(), Counter()
     for row in tokens(Subset(rows, range(min(len(rows), BIGRAM)))):

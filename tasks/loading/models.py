@@ -363,7 +363,7 @@ def find_preset(name, model_types):
         for preset, settings in of_family.items()
     }
     if name not in presets:
-        known = [preset for preset, of in presets.items() if of["model_type"] in model_types]
+        known = [key for key, config in presets.items() if config["model_type"] in model_types]
         raise UserError(f"--model {name}: no such preset; there are {', '.join(known)}")
     refuse_family(name, presets[name]["model_type"], model_types)
     return presets[name]

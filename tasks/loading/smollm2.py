@@ -196,12 +196,13 @@ def save_tokenizer(file, model):
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     fields = GGUFReader(file).fields
-    of = {name.removeprefix("tokenizer."): field.contents() for name, field in fields.items()}
-    tokens, control = of["ggml.tokens"], 3
-    merges = [tuple(pair.split(" ")) for pair in of["ggml.merges"]]
+    values = {name.removeprefix("tokenizer."): field.contents() for name, field in fields.items()}
+    tokens, control = values["ggml.tokens"], 3
+    merges = [tuple(pair.split(" ")) for pair in values["ggml.merges"]]
     vocabulary = {token: i for i, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.BPE(vocabulary, merges))
-    special = [t for t, kind in zip(tokens, of["ggml.token_type"], strict=True) if kind == control]
+    kinds = zip(tokens, values["ggml.token_type"], strict=True)
+    special = [token for token, kind in kinds if kind == control]
     tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in special])
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -212,9 +213,11 @@ def save_tokenizer(file, model):
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(model / "tokenizer.json"))
     ids = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
-    settings = {f"{word}_token": tokens[of[f"ggml.{name}_token_id"]] for word, name in ids.items()}
+    settings = {
+        f"{word}_token": tokens[values[f"ggml.{name}_token_id"]] for word, name in ids.items()
+    }
     settings |= {
-        "tokenizer_class": "PreTrainedTokenizerFast", "chat_template": of["chat_template"],
-        "model_max_length": of["llama.context_length"], "clean_up_tokenization_spaces": False,
+        "tokenizer_class": "PreTrainedTokenizerFast", "chat_template": values["chat_template"],
+        "model_max_length": values["llama.context_length"], "clean_up_tokenization_spaces": False,
     }  # fmt: skip
     (model / "tokenizer_config.json").write_text(json.dumps(settings, indent=1) + "\n")

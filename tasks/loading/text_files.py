@@ -195,11 +195,11 @@ def paragraph_spans(data, pieces, path):
     for first, last in pieces:
         begin = first
         for gap in chain(BLANK_LINES.finditer(data, first, last), [None]):
-            end, behind = gap.span() if gap else (last, last)
+            end, after = gap.span() if gap else (last, last)
             text = clean(decode(data[begin:end], path, begin))
             if text:
                 yield begin, end - begin, text
-            begin = behind
+            begin = after
 
 
 def book_spans(data):

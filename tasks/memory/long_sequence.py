@@ -290,7 +290,7 @@ class Stack:
 
     @staticmethod
     def finish(layer, x, o):
-        """Run the rest of a layer, behind attention: x (B, tokens, H), o (B, tokens, N D)."""
+        """Run the rest of a layer, after attention: x (B, tokens, H), o (B, tokens, N D)."""
         x = x + layer.self_attn.o_proj(o)
         return x + layer.mlp(layer.post_attention_layernorm(x))
 

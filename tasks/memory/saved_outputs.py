@@ -143,7 +143,7 @@ def rebuild(stack, number, kept, saved):
 
 
 def layer_backward(stack, layer, x, flats, lses, needed, d, sums):
-    """Turn d, the gradient behind a layer, in place into the gradient before it, without `attend`.
+    """Turn d, the gradient after a layer, in place into the gradient before it, without `attend`.
 
     sums: {parameter: its gradient}, to which this adds. flats, lses, needed are freed on the way.
     """

@@ -35,7 +35,7 @@ from torch.distributed.distributed_c10d import Work
 
 SLOT = 2**22  # bytes that a rank can give in one step
 LINE = 8  # words of 8 bytes in a cache line: no two ranks' counters are in one
-SAID, BEAT, PROCESS = 1, 3, 4  # places in a rank's line, behind its counter
+SAID, BEAT, PROCESS = 1, 3, 4  # places in a rank's line, after its counter
 TAG = 3  # place in a pair's line; SAID and TAG have two words each, for two steps in turns
 SPIN_S, YIELD_S, LOOK_S = 2e-4, 1e-3, 0.1  # see `until`
 RECENT_S = 2  # a rank that noted within so many seconds that it waits counts as waiting

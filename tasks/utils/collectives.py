@@ -49,7 +49,7 @@ class CopyToRegion(torch.autograd.Function):
 
 
 class ReduceFromRegion(torch.autograd.Function):
-    """Megatron's g, behind row-parallel layers: the conjugate of f.
+    """Megatron's g, after row-parallel layers: the conjugate of f.
 
             per rank        forward         backward
     x       (..., H)        all-reduce(x)   dy

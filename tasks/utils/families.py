@@ -21,7 +21,7 @@ class Family:
     layers: str
     embedding: str
     positions: str | None  # an embedding of positions, where there is one
-    norm: str  # behind the last layer
+    norm: str  # after the last layer
     attention: str
 
     @property
@@ -82,7 +82,7 @@ def embedding_of(model):
 
 
 def norm_of(model):
-    """Return the norm behind the model's last layer."""
+    """Return the norm after the model's last layer."""
     return getattr(base_of(model), family_of(model).norm)
 
 

@@ -249,7 +249,7 @@ def save_pretrained(model, folder, max_shard_size="5GB", group=None):
     folder, found = Path(folder), describe(model, group)
     rank = rank_in(group)
     if is_adapter:
-        virtual = all(of.is_prompt_learning for of in model.peft_config.values())
+        virtual = all(config.is_prompt_learning for config in model.peft_config.values())
         split = [name for name, one in found.items() if len(one.parts) > 1]
         if any("prompt_encoder" in name for name in split) or (split and not virtual):
             raise ValueError("an adapter in layers that are split: only whole weights can have one")

@@ -54,7 +54,7 @@ def defer(block, args, kwargs, hook, names, group):
 
 
 class DeferredLinear:
-    """A linear layer that leaves its weight's gradient to `CopyAndDefer`, the f in front of it."""
+    """A linear layer that leaves its weight's gradient to `CopyAndDefer`, the f before it."""
 
     def forward(self, x):
         if torch.compiler.is_compiling() or "given" not in vars(self):
@@ -64,11 +64,11 @@ class DeferredLinear:
     def parameters_taken(self):
         """Return weight and bias, as a `ReplicatedKVLinear` takes them if this is one."""
         replicated = isinstance(self, ReplicatedKVLinear)
-        return self.parameters_behind_f() if replicated else (self.weight, self.bias)
+        return self.parameters_after_f() if replicated else (self.weight, self.bias)
 
 
 class CopyAndDefer(torch.autograd.Function):
-    """f of x, and the weights of the layers behind it, whose gradients are computed here.
+    """f of x, and the weights of the layers after it, whose gradients are computed here.
 
                 per rank        forward         backward
     x           (..., H)        x               all-reduce(dy), meanwhile:

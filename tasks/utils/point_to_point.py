@@ -45,10 +45,9 @@ def exchange(sends, receives, group):
     there = [torch.empty_like(x, device="cpu") if host and x.is_cuda else x for x, _ in receives]
     here = [x.cpu() if host else x for x, _ in sends]
     message = partial(dist.P2POp, group=group)
-    ops = [message(dist.isend, x, group_peer=to) for x, (_, to) in zip(here, sends, strict=True)]
-    ops += [
-        message(dist.irecv, x, group_peer=of) for x, (_, of) in zip(there, receives, strict=True)
-    ]
+    sending, receiving = zip(here, sends, strict=True), zip(there, receives, strict=True)
+    ops = [message(dist.isend, x, group_peer=rank) for x, (_, rank) in sending]
+    ops += [message(dist.irecv, x, group_peer=rank) for x, (_, rank) in receiving]
     works = dist.batch_isend_irecv(ops) if ops else []
 
     def wait():

@@ -5,13 +5,15 @@ Shapes as in `utils/__init__.py`.
 
 import inspect
 import sys
+import weakref
 from collections.abc import Iterator
-from functools import wraps
+from functools import cache, wraps
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from utils.llama import HEAD_NORMS
@@ -22,6 +24,10 @@ OF_MODEL = {"embed_tokens", "layers", "norm", "rotary_emb"}
 OF_LAYER = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
 OF_ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 OF_MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+# Optimizers whose step of an element depends on others of its tensor, or of all tensors.
+OF_MATRICES = {"Muon", "Adafactor", "LBFGS", "Shampoo", "SOAP", "LAMB", "Lamb", "LARS", "AdaLOMO"}
+SPLIT_MODELS = weakref.WeakSet()
+BEFORE_SPLIT = weakref.WeakValueDictionary()  # {id: parameter} of models, when they were split
 
 
 def check_ordinary(model):
@@ -170,18 +176,47 @@ def refuse_shared_batches(given):
                 )
 
 
-def guard_total_norm():
-    """Let PyTorch's norm of gradients refuse slices from now on, and so its clipping, too.
+def guard_training(model):
+    """Let PyTorch, from now on, refuse what would train slices wrongly. model: not split yet."""
+    patch_with_check(nn.utils, "get_total_norm", check_total_norm)  # clip_grad_norm_ calls it
+    patch_with_check(torch.amp.GradScaler, "unscale_", check_grad_scaler)
+    SPLIT_MODELS.add(model)
+    BEFORE_SPLIT.update({id(parameter): parameter for parameter in model.parameters()})
+    guard_optimizers()
 
-    Each rank would clip by the norm of its own slices, and the ranks would drift apart.
-    """
-    patch_with_check(
-        nn.utils, "get_total_norm", check_total_norm
-    )  # which clip_grad_norm_ calls, too
+
+@cache
+def guard_optimizers():
+    """Let each optimizer call `check_optimizer` before its steps; registered once."""
+    register_optimizer_step_pre_hook(check_optimizer)
+
+
+def check_optimizer(optimizer, *_):
+    """Raise ValueError for an optimizer that would not train slices as the full model's."""
+    if torch.compiler.is_compiling():
+        return
+    parameters = [p for settings in optimizer.param_groups for p in settings["params"]]
+    of_matrices = OF_MATRICES & {base.__name__ for base in type(optimizer).__mro__}
+    if of_matrices and any(map(is_slice, parameters)):
+        raise ValueError(
+            f"{of_matrices.pop()}: its step needs full tensors, and each rank has slices only; use "
+            "AdamW or SGD, or split by tokens (Task 4, ring)"
+        )
+    without = [p for p in parameters if p.grad is None and BEFORE_SPLIT.get(id(p)) is p]
+    if without:
+        present = {id(p) for model in SPLIT_MODELS for p in model.parameters()}
+        if any(id(p) not in present for p in without):
+            raise ValueError(
+                "the optimizer has parameters from before the split, which nothing trains any "
+                "more: make it after the split"
+            )
 
 
 def check_total_norm(given):
-    """Raise ValueError for gradients of slices. given: the arguments of `get_total_norm`."""
+    """Raise ValueError for gradients of slices. given: the arguments of `get_total_norm`.
+
+    Each rank would clip by the norm of its own slices, and the ranks would drift apart.
+    """
     tensors = given["tensors"]
     known = {id(tensor) for tensor in ([tensors] if torch.is_tensor(tensors) else tensors)}
     if any(id(p.grad) in known for p in SLICES.values() if p.grad is not None and is_slice(p)):
@@ -191,18 +226,14 @@ def check_total_norm(given):
         )
 
 
-def guard_grad_scaler():
-    """Let PyTorch's GradScaler, from now on, refuse an optimizer of slices.
+def check_grad_scaler(given):
+    """Raise ValueError for slices. given: the arguments of PyTorch's `GradScaler.unscale_`.
 
     A rank whose own slices overflow would leave out the step, and the ranks would drift apart.
     """
-    patch_with_check(torch.amp.GradScaler, "unscale_", check_grad_scaler)
-
-
-def check_grad_scaler(given):
-    """Raise ValueError for slices. given: the arguments of PyTorch's `GradScaler.unscale_`."""
     groups = given["optimizer"].param_groups
-    if given["self"].is_enabled() and any(is_slice(p) for of in groups for p in of["params"]):
+    parameters = [parameter for settings in groups for parameter in settings["params"]]
+    if given["self"].is_enabled() and any(map(is_slice, parameters)):
         raise ValueError(
             "GradScaler: each rank has slices only, and would decide by them whether to skip a "
             "step; bfloat16 needs no scaler"

@@ -98,9 +98,9 @@ class ReplicatedKVLinear(nn.Linear):
     """
 
     def forward(self, x):
-        return F.linear(x, *self.parameters_behind_f())
+        return F.linear(x, *self.parameters_after_f())
 
-    def parameters_behind_f(self):
+    def parameters_after_f(self):
         group = self.get_kv_replica_group()
         bias = None if self.bias is None else copy_to_region(self.bias, group)
         return copy_to_region(self.weight, group), bias
@@ -152,16 +152,11 @@ def refuse_on_slices(model):
     """Refuse a model that is split already; let an unsplit model refuse what slices cannot do.
 
     Refused are saving, PyTorch's own clipping (`full_model.py` has functions for both), resizing,
-    GradScaler, and PEFT's adapters: present adapters now, later ones at the next forward. Slices
-    that `fully_shard` has split again are refused there, too. Raises ValueError as `check_unsplit`
-    and `check_slices` do.
+    GradScaler, wrong optimizers, and PEFT's adapters: present adapters now, later ones at the next
+    forward. Slices that `fully_shard` has split again are refused there, too. Raises ValueError as
+    `check_unsplit` and `check_slices` do.
     """
-    from utils.refusals import (
-        check_slices,
-        guard_grad_scaler,
-        guard_total_norm,
-        refuse_own_loss,
-    )
+    from utils.refusals import check_slices, guard_training, refuse_own_loss
 
     check_unsplit(model)
     refuse_own_loss(model)
@@ -169,8 +164,7 @@ def refuse_on_slices(model):
     guard(model, check_slices)
     for module in model.modules():
         module.register_state_dict_pre_hook(refuse_state_dict)
-    guard_total_norm()
-    guard_grad_scaler()
+    guard_training(model)
 
     def save_pretrained(*_, **__):
         raise ValueError(

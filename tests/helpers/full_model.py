@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import transformers
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -41,7 +42,7 @@ from pretrain_2d import forward_backward, parallelize_2d
 from ring_attention import Ring, ring_attention, ring_parallelize
 from tp_llama import tensor_parallelize, vocab_parallel_cross_entropy
 from tp_ulysses import parallelize_tp_sp
-from ulysses_forward import causal, sequence_parallelize, ulysses_attention
+from ulysses_forward import causal_attention, sequence_parallelize, ulysses_attention
 from utils.full_model import clip_grad_norm_, full_state_dict, grad_norm, save_pretrained
 from utils.gradients import local_part
 from utils.kernels import ATTENTION_OPS
@@ -419,7 +420,7 @@ def functions(folder):
             continue
         q, k, v, grad = (torch.randn(2, n, S, 4, dtype=DTYPE) for n in (N, K, K, N))
         full = [t.clone().requires_grad_() for t in (q, k, v)]
-        expected = causal(*full)
+        expected = causal_attention(*full)
         expected.backward(grad)
         order = Ring(group, S, zigzag).order()
         for name, tokens, attend in (
@@ -454,7 +455,8 @@ def functions(folder):
             )
             expected.sum().backward()
             local = logits[..., slice(*rows)].clone().requires_grad_()
-            how = dict(reduction=reduction) | ({"rows": rows} if V % P else {})
+            asked = {} if reduction == "sum" else {"rows": rows}
+            how = dict(reduction=reduction) | asked
             loss = vocab_parallel_cross_entropy(local, labels, group, **how)
             loss.sum().backward()
             name = f"cross-entropy, {V} words, + {offset}, {reduction}"
@@ -463,6 +465,11 @@ def functions(folder):
         refused(
             partial(vocab_parallel_cross_entropy, logits, labels, group, rows=rows), "for logits of"
         )
+        try:
+            vocab_parallel_cross_entropy(local, labels.clamp(min=V), group)
+        except IndexError:
+            continue
+        raise AssertionError(f"not refused: label {V} of {V} words")
 
 
 def lost(folder):
@@ -499,6 +506,40 @@ def lost(folder):
     optimizer = torch.optim.AdamW(model.parameters())
     refused(partial(save_training_state, model, optimizer, folder / "none", 0), said)
     assert not (folder / "none").exists()
+
+
+def optimizers(folder):
+    """Optimizers that would not train slices as the full model's are refused at their step."""
+    mesh = init_device_mesh("cpu", (P,), mesh_dim_names=("tp",))
+    for split in tensor_parallelize, dtensor_parallelize:
+        model = ordinary()
+        before, other = torch.optim.AdamW(model.parameters()), ordinary()
+        split(model, mesh)
+        model(input_ids=IDS, labels=IDS).loss.backward()
+        refused(before.step, "from before the split")
+        after = torch.optim.AdamW(model.parameters(), foreach=False)
+        torch.compile(after.step, backend="eager")()
+        model.lm_head.requires_grad_(False)  # frozen, or without a gradient: not from before
+        model.zero_grad()
+        after.step()
+        other(input_ids=IDS, labels=IDS).loss.backward()
+        torch.optim.Adafactor(other.parameters()).step()  # of a model that is not split
+    model = tensor_parallelize(ordinary(), mesh)
+    model(input_ids=IDS, labels=IDS).loss.backward()
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() == 2]
+    refused(torch.optim.Muon(matrices).step, "Muon: its step needs full tensors")
+    for of_matrices in torch.optim.Adafactor, transformers.Adafactor:
+        refused(of_matrices(model.parameters()).step, "Adafactor: its step needs full tensors")
+    refused(partial(torch.optim.LBFGS(model.parameters()).step, lambda: 0), "LBFGS: its step")
+    # Of a model whose tokens are split, the weights are full.
+    model, whole = sequence_parallelize(ordinary(), mesh), ordinary()
+    for one in model, whole:
+        one(input_ids=IDS, labels=IDS).loss.backward()
+    sum_gradients(model.parameters(), mesh)
+    for one in model, whole:
+        torch.optim.Muon(p for p in one.parameters() if p.dim() == 2).step()
+    for name, parameter in whole.named_parameters():
+        close(model.get_parameter(name), parameter, f"Muon: {name}")
 
 
 def of_tokens(folder):
@@ -610,7 +651,7 @@ if __name__ == "__main__":
     torch.manual_seed(0)
     IDS = torch.randint(2, 140, (12, 12))
     every = techniques(P)
-    if what in ("wrong_use", "lost", "of_tokens", "functions"):
+    if what in ("wrong_use", "lost", "optimizers", "of_tokens", "functions"):
         every, only = {}, []
         globals()[what](FOLDER)
     for name in only or every:

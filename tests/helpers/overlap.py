@@ -73,6 +73,12 @@ def main():
         checkpointed.train()
         checkpointed.gradient_checkpointing_enable({"use_reentrant": False})
     same_bits("checkpoints", gradients(model, ids), gradients(plain, ids))
+    try:
+        tensor_parallelize(plain, mesh, region_ops=(None, None), overlap=True)
+    except ValueError as error:
+        assert "region_ops" in str(error), error
+    else:
+        raise AssertionError("overlap with region_ops: not refused")
     # A second backward of one graph.
     both = []
     for of in plain, model:
