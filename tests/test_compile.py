@@ -21,7 +21,7 @@ SCRIPTS = {
 
 def compiled(script, nproc, dtype, folder, *flags, tasks=launch.TASKS):
     words = ["--compile", "--dtype", dtype, *flags]
-    return launch.ranks(tasks / f"{script}.py", *words, nproc=nproc, folder=folder, timeout=600)
+    return launch.ranks(tasks / f"{script}.py", *words, nproc=nproc, folder=folder, timeout=1200)
 
 
 # The quickest here; by gloo a size that is a name alone comes to a sum of few bytes.

@@ -499,7 +499,7 @@ def test_memory_of_one_rank(place, tmp_path):
     args = ["--steps", 60, "--check-steps", 0, "--seq-len", 32, *place.flags(2)]
     file = tmp_path / "ulysses_finetune.py"
     result = launch.torchrun(file, *args, nproc=2, env=place.env)
-    assert result.code and result.seconds < 40 + place.slow_s, result.tail()
+    assert result.code and result.seconds < 120 + place.slow_s, result.tail()
     assert not result.survivors, result.tail()
     assert len(result.errors()) == 1 and "out of memory: 1 x 64" in result.err, result.tail()
 
