@@ -1,8 +1,6 @@
 """The seam to Hugging Face's Llama and its relatives: settings, hooks around them, and labels.
 
-What a split model refuses is in `refusals.py`.
-
-Shapes as in `utils/__init__.py`.
+What a split model refuses is in `refusals.py`. Shapes as in `utils/__init__.py`.
 """
 
 import sys
