@@ -191,11 +191,16 @@ def guard_optimizers():
     register_optimizer_step_pre_hook(check_optimizer)
 
 
+def optimized_by(optimizer):
+    """Return the parameters of all of an optimizer's groups."""
+    return [parameter for settings in optimizer.param_groups for parameter in settings["params"]]
+
+
 def check_optimizer(optimizer, *_):
     """Raise ValueError for an optimizer that would not train slices as the full model's."""
     if torch.compiler.is_compiling():
         return
-    parameters = [p for settings in optimizer.param_groups for p in settings["params"]]
+    parameters = optimized_by(optimizer)
     of_matrices = OF_MATRICES & {base.__name__ for base in type(optimizer).__mro__}
     if of_matrices and any(map(is_slice, parameters)):
         raise ValueError(
@@ -231,9 +236,7 @@ def check_grad_scaler(given):
 
     A rank whose own slices overflow would leave out the step, and the ranks would drift apart.
     """
-    groups = given["optimizer"].param_groups
-    parameters = [parameter for settings in groups for parameter in settings["params"]]
-    if given["self"].is_enabled() and any(map(is_slice, parameters)):
+    if given["self"].is_enabled() and any(map(is_slice, optimized_by(given["optimizer"]))):
         raise ValueError(
             "GradScaler: each rank has slices only, and would decide by them whether to skip a "
             "step; bfloat16 needs no scaler"

@@ -448,15 +448,14 @@ def functions(folder):
         rows = shard_range(V, P, RANK)
         logits = torch.randn(2, 7, V, dtype=DTYPE) + offset
         labels = torch.randint(V, (2, 7)).masked_fill(torch.rand(2, 7) < 0.3, -100)
-        for reduction in "mean", "sum", "none":
+        for reduction, given in product(("mean", "sum", "none"), (rows, None)):
             whole = logits.clone().requires_grad_()
             expected = torch.nn.functional.cross_entropy(
                 whole.flatten(0, 1), labels.flatten(), reduction=reduction
             )
             expected.sum().backward()
             local = logits[..., slice(*rows)].clone().requires_grad_()
-            asked = {} if reduction == "sum" else {"rows": rows}
-            how = dict(reduction=reduction) | asked
+            how = dict(reduction=reduction, rows=given)
             loss = vocab_parallel_cross_entropy(local, labels, group, **how)
             loss.sum().backward()
             name = f"cross-entropy, {V} words, + {offset}, {reduction}"
