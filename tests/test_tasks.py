@@ -51,6 +51,9 @@ def passed(result, nproc):
 
 
 LARGEST_ERROR = {"float32": 1e-3, "bfloat16": 0.5, "float64": 1}  # of a reference, by rms
+# Weights are rounded by 6e-8 of their size, of which a small change is off by up to 1 %: seen in
+# SmolLM2's embedding after 2 iterations.
+LARGEST_OF_CHANGES = {**LARGEST_ERROR, "float32": 2e-2}
 
 
 def checks(path, nproc, dtype):
@@ -61,7 +64,8 @@ def checks(path, nproc, dtype):
     for check in record["checks"]:
         assert check["passed"] and 0 <= check["max_abs_diff"] <= check["tolerance"], check
         # Were the wider reference wrong, the reference would look imprecise, and all be allowed.
-        assert check.get("own_rms_share", 0) < LARGEST_ERROR[dtype], check
+        largest = LARGEST_OF_CHANGES if ": changes by " in check["name"] else LARGEST_ERROR
+        assert check.get("own_rms_share", 0) < largest[dtype], check
     return record, record["checks"]
 
 
