@@ -76,8 +76,9 @@ def test_resume(odd_llama, tmp_path):
 
 @STRESS
 @pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler, which torch.compile wants")
-@pytest.mark.parametrize("nproc", [1, 2, 3, 4])
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize(
+    ("nproc", "dtype"), [(1, "float32"), (2, "float64"), (3, "float32"), (4, "float64")]
+)
 def test_compiled(dtype, nproc, odd_llama, tmp_path):
     result = full_model(tmp_path, odd_llama, nproc, dtype, "compiled", timeout=900)
     assert result.code == 0 and result.out.count("full model: ok") == nproc, result.tail()
