@@ -47,7 +47,7 @@ def test_tied(nproc, tmp_path):
     assert result.code == 0 and result.out.count("full model: ok") == nproc, result.tail()
 
 
-@pytest.mark.parametrize("what", ["wrong_use", "lost", "optimizers", "of_tokens"])
+@pytest.mark.parametrize("what", ["wrong_use", "lost", "optimizers", "shared_batches", "of_tokens"])
 def test_wrong_use(what, odd_llama, tmp_path):
     """Of slices: a state dict, PyTorch's clipping, dropout. And a folder that cannot be written."""
     result = full_model(tmp_path, odd_llama, 2, "float64", what)
@@ -197,6 +197,14 @@ BUGS = {
     "an optimizer from before the split trains nothing": (
         "optimizers", 2, "refusals.py", "if any(id(p) not in present", "if any(id(p) in ()",
         "not refused: from before the split",
+    ),
+    "unlike batches are not seen": (
+        "shared_batches", 2, "refusals.py", "get_group()).unique()) > 1:", "get_group())) < 1:",
+        "not refused: have different batches",
+    ),
+    "gradients that are not summed are not seen": (
+        "shared_batches", 2, "refusals.py", "if differ.any():", "if False:",
+        "not refused: call sum_gradients",
     ),
     "the ranks' sizes are not asked for": (
         "functions", 2, "tp_llama.py", "sum(sizes[:rank]), sum(sizes[: rank + 1])",

@@ -440,9 +440,12 @@ BUGS = {
         "        next(iter(parameters.values())).data += group.rank() * 1e-7\n        interrupted",
         "hash of what is trained, after",
     ),
-    "the ranks' gradients are not summed": (
-        "ulysses_finetune", 2, "ulysses_finetune.py",
-        "sum_gradients(parameters, mesh)", "pass", "losses|grad",
+    "the ranks' gradients are averaged": (
+        "ulysses_finetune", 2, "ulysses_finetune.py", "sum_gradients(parameters, mesh)",
+        "sum_gradients(parameters, mesh)\n"
+        "        for parameter in parameters:\n"
+        "            parameter.grad.div_(mesh.size())",
+        "losses|grad",
     ),
     "trained from where the check ended": (
         "ulysses_finetune --no-long-sequence", 2, "adapter_checks.py",

@@ -35,8 +35,8 @@ NO_SUM = ("sum_gradients(self.model.parameters(), mesh)", "pass")
 ALONE = [("sequence_parallelize(model, mesh)", ""), NO_SUM]
 
 
-def train(folder, nproc, *changes):
-    """Run the page's program. Of each rank losses and norms of all steps, and a sum of weights."""
+def run(folder, nproc, *changes):
+    """Run the page's program."""
     folder.mkdir(exist_ok=True)
     code = SHOWN.replace('"parallel-llama/tasks"', repr(str(launch.TASKS)))
     code = code.replace('"trained"', repr(str(folder / "trained")))
@@ -44,7 +44,12 @@ def train(folder, nproc, *changes):
         assert code.count(right) == 1, right
         code = code.replace(right, wrong)
     (folder / "train.py").write_text(ROWS.format(tiny=str(TINY)) + code + WRITES)
-    result = launch.ranks(folder / "train.py", nproc=nproc, folder=folder)
+    return launch.ranks(folder / "train.py", nproc=nproc, folder=folder)
+
+
+def train(folder, nproc, *changes):
+    """Run it. Of each rank losses and norms of all steps, and a sum of weights."""
+    result = run(folder, nproc, *changes)
     assert result.code == 0, result.tail()
     return [json.loads((folder / f"trained_{rank}.json").read_text()) for rank in range(nproc)]
 
@@ -86,9 +91,18 @@ def test_as_shown(bf16, nproc, tmp_path):
 
 @pytest.mark.stress
 def test_without_the_sum(tmp_path):
+    """Where gradients are not summed, the first step raises, on each rank."""
+    result = run(tmp_path, 2, NO_SUM)
+    assert result.code == 1 and result.err.count("before the step\n") == 2, result.tail()
+
+
+@pytest.mark.stress
+def test_without_the_sum_nor_its_check(tmp_path):
     """It can fail: where gradients are not summed, norms are others, and ranks part."""
     (alone,) = train(tmp_path / "alone", 1, *ALONE)
-    histories = train(tmp_path / "together", 2, NO_SUM)
+    unchecked = "from utils.replicas import sum_gradients\n"
+    never = "from utils import refusals\n\nrefusals.check_first_sums = lambda optimizer: None\n"
+    histories = train(tmp_path / "together", 2, NO_SUM, (unchecked, never))
     assert not math.isclose(histories[0]["grad_norm"][0], alone["grad_norm"][0], rel_tol=1e-2)
     assert histories[0]["grad_norm"] != histories[1]["grad_norm"]
 

@@ -9,7 +9,6 @@ from functools import cache
 
 import torch
 import torch.nn.functional as F
-from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 HEAD_NORMS = {"q_norm", "k_norm"}  # Qwen3's norms of each head
@@ -91,15 +90,15 @@ def guard_dropout(model, ranks):
 
 
 def expect_same_batches(model, group):
-    """Remember that the ranks of `group` share each batch, and refuse DDP over several of them.
+    """Remember that the ranks of `group` share each batch, and refuse what would be wrong then.
 
-    DDP would average parts of one gradient, or the gradients of different slices. Under torchrun,
-    Trainer and accelerate would wrap the model in DDP without being asked.
+    That is: unlike batches, in the first forward; DDP over several of these ranks; and gradients of
+    split tokens that are not summed, in an optimizer's first step. All raise ValueError.
     """
-    model.batch_groups = [*getattr(model, "batch_groups", []), getter(group)]
-    from utils.refusals import patch_with_check, refuse_shared_batches
+    from utils.refusals import guard_batches
 
-    patch_with_check(DistributedDataParallel, "__init__", refuse_shared_batches)
+    model.batch_groups = [*getattr(model, "batch_groups", []), getter(group)]
+    guard_batches(model)
 
 
 class Guard:

@@ -3,7 +3,9 @@
 Shapes as in `utils/__init__.py`.
 """
 
+import hashlib
 import inspect
+import math
 import sys
 import weakref
 from collections.abc import Iterator
@@ -13,9 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers.loss.loss_utils import ForCausalLMLoss
 
+from utils.collectives import all_gather
 from utils.llama import HEAD_NORMS
 from utils.shards import SLICES, is_slice
 
@@ -27,6 +31,8 @@ OF_MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 # Optimizers whose step of an element depends on others of its tensor, or of all tensors.
 OF_MATRICES = {"Muon", "Adafactor", "LBFGS", "Shampoo", "SOAP", "LAMB", "Lamb", "LARS", "AdaLOMO"}
 SPLIT_MODELS = weakref.WeakSet()
+SHARING_BATCHES = weakref.WeakSet()  # models of which several ranks work on one batch
+OF_SUMS = weakref.WeakSet()  # optimizers whose first gradients were sums over ranks
 BEFORE_SPLIT = weakref.WeakValueDictionary()  # {id: parameter} of models, when they were split
 
 
@@ -161,6 +167,92 @@ def patch_with_check(owner, name, check):
             setattr(module, key, checked)
 
 
+def guard_batches(model):
+    """Let what is wrong where ranks share each batch raise ValueError; see `expect_same_batches`.
+
+    DDP would average parts of one gradient, or the gradients of different slices. Under torchrun,
+    Trainer and accelerate would wrap the model in DDP without being asked.
+    """
+    patch_with_check(DistributedDataParallel, "__init__", refuse_shared_batches)
+    guard_optimizers()
+    if model not in SHARING_BATCHES:
+        model.register_forward_pre_hook(check_first_batch, with_kwargs=True)
+    SHARING_BATCHES.add(model)
+
+
+def check_first_batch(model, args, kwargs):
+    """Raise ValueError, on all ranks, if the first batch differs between ranks that share it.
+
+    Then a sampler deals out rows, as for data parallelism, and would do so ever after. Compares
+    what the forward gets of token ids, labels and masks.
+    """
+    if torch.compiler.is_compiling() or vars(model).get("batch_is_checked"):
+        return
+    given = {**dict(enumerate(args)), **kwargs}
+    tensors = {key: x for key, x in given.items() if type(x) is torch.Tensor and not x.is_meta}
+    whole = {key: x for key, x in tensors.items() if not x.is_floating_point()}
+    if not whole or is_capturing():
+        return
+    model.batch_is_checked = True
+    SHARING_BATCHES.add(model)  # it may be a copy of the one that was split
+    digest = hashlib.sha256()
+    for key, x in whole.items():
+        digest.update(f"{key} {list(x.shape)}".encode())
+        digest.update(x.cpu().contiguous().numpy().tobytes())
+    number = int.from_bytes(digest.digest()[:6], "big")  # a float64 has 53 bits
+    for get_group in model.batch_groups:
+        if len(gather_numbers([number], get_group()).unique()) > 1:
+            ranks = dist.get_process_group_ranks(get_group())
+            raise ValueError(
+                f"ranks {ranks} have different batches, and split one model or its tokens: give "
+                "them the same, and let a sampler deal out rows to replicas only"
+            )
+
+
+def check_first_sums(optimizer):
+    """Raise ValueError, on all ranks, if gradients differ between ranks that split the tokens.
+
+    Then their sum over these ranks was forgotten. In an optimizer's first step only, for it takes
+    a message. What is compared is the gradients that several ranks step with, by their norms.
+    (FSDP2 sums its gradients, which are DTensors, by itself.)
+    """
+    stepped = {id(p) for p in optimized_by(optimizer) if type(p.grad) is torch.Tensor}
+    for model in list(SHARING_BATCHES):
+        named = dict(model.named_parameters())
+        if not hasattr(model, "sequence_parts") or stepped.isdisjoint(map(id, named.values())):
+            continue
+        OF_SUMS.add(optimizer)
+        norms = [norm_of_grad(p) if id(p) in stepped else math.nan for p in named.values()]
+        found = gather_numbers(norms, model.get_group())
+        least = found.nan_to_num(math.inf, math.inf).amin(0)
+        largest = found.nan_to_num(0.0, math.inf).amax(0)
+        # (Sums by other means than `sum_gradients` may round differently on each rank.)
+        differ = largest.isfinite() & (largest - least > 1e-2 * largest)
+        if differ.any():
+            name = list(named)[differ.nonzero()[0].item()]
+            raise ValueError(
+                f"gradients of {name} differ between ranks, each of which has those of its own "
+                "tokens: call sum_gradients(model.parameters(), mesh) before the step"
+            )
+
+
+def norm_of_grad(parameter):
+    """Return the 2-norm of a parameter's gradient, a number."""
+    wide = torch.promote_types(parameter.grad.dtype, torch.float32)
+    return torch.linalg.vector_norm(parameter.grad, dtype=wide).item()
+
+
+def gather_numbers(numbers, group):
+    """Gather every rank's list of n numbers: (P, n), float64, on the CPU."""
+    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+    return all_gather(torch.tensor(numbers, dtype=torch.float64, device=device), group).cpu()
+
+
+def is_capturing():
+    """Tell whether a CUDA graph is being captured, in which no value can be read."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
 def refuse_shared_batches(given):
     """Raise ValueError for DDP over ranks that share each batch. given: DDP's arguments."""
     mesh = given.get("device_mesh")
@@ -201,6 +293,8 @@ def check_optimizer(optimizer, *_):
     if torch.compiler.is_compiling():
         return
     parameters = optimized_by(optimizer)
+    if optimizer not in OF_SUMS and not is_capturing():
+        check_first_sums(optimizer)
     of_matrices = OF_MATRICES & {base.__name__ for base in type(optimizer).__mro__}
     if of_matrices and any(map(is_slice, parameters)):
         raise ValueError(

@@ -541,6 +541,40 @@ def optimizers(folder):
         close(model.get_parameter(name), parameter, f"Muon: {name}")
 
 
+def shared_batches(folder):
+    """Ranks that share a batch, and got different ones; or that did not sum their gradients."""
+    mesh = init_device_mesh("cpu", (P,), mesh_dim_names=("tp",))
+    for split in tensor_parallelize, dtensor_parallelize, sequence_parallelize, ring_parallelize:
+        for kept in False, True:
+            model = split(ordinary(), mesh)
+            model = copy.deepcopy(model) if kept else model
+            own = IDS + RANK
+            refused(partial(model, input_ids=own), "have different batches")
+            model(input_ids=own, labels=own)  # in the first forward only, for it takes a message
+        model = split(ordinary(), mesh)
+        model(input_ids=IDS, attention_mask=torch.ones_like(IDS))
+        model = split(ordinary(), mesh)
+        refused(partial(model, IDS, labels=own), "have different batches")
+    for split in sequence_parallelize, ring_parallelize:
+        model, other = (split(ordinary(), mesh) for _ in range(2))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        optimizer.step()  # nothing to compare yet
+        for one in model, other:
+            one(input_ids=IDS, labels=IDS).loss.backward()
+        refused(optimizer.step, "call sum_gradients(model.parameters(), mesh) before the step")
+        optimizer = torch.optim.SGD(other.parameters(), 0.1)
+        sum_gradients(other.parameters(), mesh)
+        optimizer.step()
+        some = [other.lm_head.weight, other.model.norm.weight]
+        other.zero_grad()
+        other(input_ids=IDS, labels=IDS).loss.backward()
+        sum_gradients(some, mesh)
+        torch.optim.SGD(some, 0.1).step()  # the others are not trained
+        # Each rank steps with its own part of the parameters.
+        dealt = [*other.parameters()][1 + RANK :: P]
+        torch.optim.SGD(dealt, 0.1).step()
+
+
 def of_tokens(folder):
     """What pretraining's plan takes, where a rank has its own tokens, and what it refuses."""
     mesh = init_device_mesh("cpu", (1, P), mesh_dim_names=("dp", "tp"))
@@ -650,7 +684,7 @@ if __name__ == "__main__":
     torch.manual_seed(0)
     IDS = torch.randint(2, 140, (12, 12))
     every = techniques(P)
-    if what in ("wrong_use", "lost", "optimizers", "of_tokens", "functions"):
+    if what in ("wrong_use", "lost", "optimizers", "shared_batches", "of_tokens", "functions"):
         every, only = {}, []
         globals()[what](FOLDER)
     for name in only or every:
