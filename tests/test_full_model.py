@@ -199,8 +199,12 @@ BUGS = {
         "not refused: from before the split",
     ),
     "unlike batches are not seen": (
-        "shared_batches", 2, "refusals.py", "get_group()).unique()) > 1:", "get_group())) < 1:",
+        "shared_batches", 2, "refusals.py", "if len(found.unique()) > 1:", "if False:",
         "not refused: have different batches",
+    ),
+    "other seeds are not seen": (
+        "shared_batches", 2, "refusals.py", "weights.isfinite().all():", "False:",
+        "not refused: had different weights",
     ),
     "gradients that are not summed are not seen": (
         "shared_batches", 2, "refusals.py", "if differ.any():", "if False:",

@@ -20,8 +20,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from utils.collectives import all_gather
+from utils.gradients import local_part
 from utils.llama import HEAD_NORMS
-from utils.shards import SLICES, is_slice
+from utils.shards import SLICES, is_slice, shard_of
 
 # What techniques know of a model: its parts, by their names.
 OF_MODEL = {"embed_tokens", "layers", "norm", "rotary_emb"}
@@ -32,7 +33,7 @@ OF_MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 OF_MATRICES = {"Muon", "Adafactor", "LBFGS", "Shampoo", "SOAP", "LAMB", "Lamb", "LARS", "AdaLOMO"}
 SPLIT_MODELS = weakref.WeakSet()
 SHARING_BATCHES = weakref.WeakSet()  # models of which several ranks work on one batch
-OF_SUMS = weakref.WeakSet()  # optimizers whose first gradients were sums over ranks
+FIRST_STEP_DONE = weakref.WeakSet()  # optimizers
 BEFORE_SPLIT = weakref.WeakValueDictionary()  # {id: parameter} of models, when they were split
 
 
@@ -176,37 +177,73 @@ def guard_batches(model):
     patch_with_check(DistributedDataParallel, "__init__", refuse_shared_batches)
     guard_optimizers()
     if model not in SHARING_BATCHES:
-        model.register_forward_pre_hook(check_first_batch, with_kwargs=True)
+        model.register_forward_pre_hook(check_first_forward, with_kwargs=True)
+        model.row_at_split = first_row(model.model.layers[0].mlp.down_proj.weight)
     SHARING_BATCHES.add(model)
 
 
-def check_first_batch(model, args, kwargs):
-    """Raise ValueError, on all ranks, if the first batch differs between ranks that share it.
+def check_first_forward(model, args, kwargs):
+    """Raise ValueError, on all its ranks, if a group that shares batches begins with unlike ones.
 
     Then a sampler deals out rows, as for data parallelism, and would do so ever after. Compares
-    what the forward gets of token ids, labels and masks.
+    what the forward gets of token ids, labels and masks. Or if the ranks made unlike models, with
+    other seeds: compares a row of weights, unless weights were loaded after the split.
     """
-    if torch.compiler.is_compiling() or vars(model).get("batch_is_checked"):
+    if torch.compiler.is_compiling() or vars(model).get("forward_is_checked"):
         return
     given = {**dict(enumerate(args)), **kwargs}
     tensors = {key: x for key, x in given.items() if type(x) is torch.Tensor and not x.is_meta}
-    whole = {key: x for key, x in tensors.items() if not x.is_floating_point()}
-    if not whole or is_capturing():
+    tensors = {key: x for key, x in tensors.items() if not x.is_floating_point()}
+    if not tensors or is_capturing():
         return
-    model.batch_is_checked = True
+    model.forward_is_checked = True
     SHARING_BATCHES.add(model)  # it may be a copy of the one that was split
-    digest = hashlib.sha256()
-    for key, x in whole.items():
-        digest.update(f"{key} {list(x.shape)}".encode())
-        digest.update(x.cpu().contiguous().numpy().tobytes())
-    number = int.from_bytes(digest.digest()[:6], "big")  # a float64 has 53 bits
-    for get_group in model.batch_groups:
-        if len(gather_numbers([number], get_group()).unique()) > 1:
-            ranks = dist.get_process_group_ranks(get_group())
+    shapes = [(key, list(x.shape)) for key, x in tensors.items()]
+    numbers = [digest_of([str(shapes), *tensors.values()]), digest_of_start(model)]
+    groups = [get_group() for get_group in model.batch_groups]
+    # All messages before any error, or ranks of the next group would wait for those that raised.
+    everyone = [gather_numbers(numbers, group) for group in groups]
+    for group, found in zip(groups, everyone, strict=True):
+        ranks, (batches, weights) = dist.get_process_group_ranks(group), found.unbind(1)
+        if len(batches.unique()) > 1:
             raise ValueError(
                 f"ranks {ranks} have different batches, and split one model or its tokens: give "
                 "them the same, and let a sampler deal out rows to replicas only"
             )
+        if len(weights.unique()) > 1 and weights.isfinite().all():
+            raise ValueError(
+                f"ranks {ranks} had different weights when the model was split: make it with one "
+                "seed on all ranks, or load it"
+            )
+
+
+def digest_of(parts):
+    """Return a number, of 48 bits, that stands for texts and tensors, which may be on a GPU."""
+    digest = hashlib.sha256()
+    for part in parts:
+        text = isinstance(part, str)
+        digest.update(part.encode() if text else part.cpu().contiguous().numpy().tobytes())
+    return int.from_bytes(digest.digest()[:6], "big")  # a float64 has 53 bits
+
+
+def first_row(weight):
+    """Return a copy, on the CPU, of a full weight's first row; None for any other weight."""
+    full = not (weight.is_meta or is_slice(weight) or isinstance(weight, DTensor))
+    return weight[0].detach().cpu().clone() if full else None
+
+
+def digest_of_start(model):
+    """Return a number that stands for the weights before the split; NaN if others were loaded.
+
+    What was loaded is seen in the row that was kept: this rank's part of it is another one.
+    """
+    weight, row = model.model.layers[0].mlp.down_proj.weight, model.row_at_split
+    if row is None or weight.is_meta:
+        return math.nan
+    (rows, columns), local = shard_of(weight), local_part(weight.detach())
+    if rows.start or not len(local) or not local[0].cpu().to(row.dtype).equal(row[columns]):
+        return math.nan
+    return digest_of([row.double()])
 
 
 def check_first_sums(optimizer):
@@ -217,11 +254,13 @@ def check_first_sums(optimizer):
     (FSDP2 sums its gradients, which are DTensors, by itself.)
     """
     stepped = {id(p) for p in optimized_by(optimizer) if type(p.grad) is torch.Tensor}
-    for model in list(SHARING_BATCHES):
+    if not stepped:
+        return
+    FIRST_STEP_DONE.add(optimizer)
+    for model in (model for model in list(SHARING_BATCHES) if hasattr(model, "sequence_parts")):
         named = dict(model.named_parameters())
-        if not hasattr(model, "sequence_parts") or stepped.isdisjoint(map(id, named.values())):
+        if stepped.isdisjoint(map(id, named.values())):
             continue
-        OF_SUMS.add(optimizer)
         norms = [norm_of_grad(p) if id(p) in stepped else math.nan for p in named.values()]
         found = gather_numbers(norms, model.get_group())
         least = found.nan_to_num(math.inf, math.inf).amin(0)
@@ -293,7 +332,7 @@ def check_optimizer(optimizer, *_):
     if torch.compiler.is_compiling():
         return
     parameters = optimized_by(optimizer)
-    if optimizer not in OF_SUMS and not is_capturing():
+    if optimizer not in FIRST_STEP_DONE and not is_capturing():
         check_first_sums(optimizer)
     of_matrices = OF_MATRICES & {base.__name__ for base in type(optimizer).__mro__}
     if of_matrices and any(map(is_slice, parameters)):

@@ -555,6 +555,16 @@ def shared_batches(folder):
         model(input_ids=IDS, attention_mask=torch.ones_like(IDS))
         model = split(ordinary(), mesh)
         refused(partial(model, IDS, labels=own), "have different batches")
+    for split in tensor_parallelize, sequence_parallelize, ring_parallelize:
+        torch.manual_seed(RANK)  # (DTensor sends rank 0's weights to all.)
+        model, loaded = (type(ordinary())(ordinary().config).to(DTYPE) for _ in range(2))
+        refused(partial(split(model, mesh), IDS), "had different weights when the model was split")
+        split(loaded, mesh)
+        one = split(ordinary(), mesh)
+        saved = folder / split.__name__
+        save_training_state(one, torch.optim.SGD(one.parameters(), 0.1), saved, 0)
+        load_training_state(loaded, torch.optim.SGD(loaded.parameters(), 0.1), saved)
+        loaded(IDS)
     for split in sequence_parallelize, ring_parallelize:
         model, other = (split(ordinary(), mesh) for _ in range(2))
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
