@@ -1028,7 +1028,7 @@ BUGS = {
     "the sampler deals to all ranks": (
         "pretrain_2d", 2, "pretrain_2d.py",
         'P, rank = mesh["dp"].size(), mesh["dp"].get_local_rank()',
-        "P, rank = mesh.size(), mesh.get_rank()", "loss of the first step",
+        'P, rank = mesh.size(), mesh["dp"].get_local_rank()', "loss of the first step",
     ),
     "padding counts as labels": (
         "pretrain_2d --seq-len 96", 2, "pretrain_2d.py", "(labels[:, 1:] != -100).sum()",

@@ -129,6 +129,7 @@ def record(run, parallelize, reduce, reference, ids, watch=Recorder):
     watch(model): a `Recorder`.
     """
     model, attend = run.load_model(parallelize), ALL_ATTENTION_FUNCTIONS["sdpa"]
+    model(ids)  # the first forward also compares the ranks' batches
     recorder = watch(model)
     ALL_ATTENTION_FUNCTIONS["sdpa"] = partial(recorder.attention, attend)
     loss = step(model, recorder, reduce, ids)

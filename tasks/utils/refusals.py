@@ -199,7 +199,7 @@ def check_first_forward(model, args, kwargs):
     model.forward_is_checked = True
     SHARING_BATCHES.add(model)  # it may be a copy of the one that was split
     shapes = [(key, list(x.shape)) for key, x in tensors.items()]
-    numbers = [digest_of([str(shapes), *tensors.values()]), digest_of_start(model)]
+    numbers = [hash_of([str(shapes), *tensors.values()]), hash_of_start(model)]
     groups = [get_group() for get_group in model.batch_groups]
     # All messages before any error, or ranks of the next group would wait for those that raised.
     everyone = [gather_numbers(numbers, group) for group in groups]
@@ -217,7 +217,7 @@ def check_first_forward(model, args, kwargs):
             )
 
 
-def digest_of(parts):
+def hash_of(parts):
     """Return a number, of 48 bits, that stands for texts and tensors, which may be on a GPU."""
     digest = hashlib.sha256()
     for part in parts:
@@ -232,7 +232,7 @@ def first_row(weight):
     return weight[0].detach().cpu().clone() if full else None
 
 
-def digest_of_start(model):
+def hash_of_start(model):
     """Return a number that stands for the weights before the split; NaN if others were loaded.
 
     What was loaded is seen in the row that was kept: this rank's part of it is another one.
@@ -243,7 +243,7 @@ def digest_of_start(model):
     (rows, columns), local = shard_of(weight), local_part(weight.detach())
     if rows.start or not len(local) or not local[0].cpu().to(row.dtype).equal(row[columns]):
         return math.nan
-    return digest_of([row.double()])
+    return hash_of([row.double()])
 
 
 def check_first_sums(optimizer):
