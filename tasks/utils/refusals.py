@@ -183,17 +183,18 @@ def guard_batches(model):
 
 
 def check_first_forward(model, args, kwargs):
-    """Raise ValueError, on all its ranks, if a group that shares batches begins with unlike ones.
+    """Raise ValueError in the first forward if ranks that share a batch have unlike ones.
 
-    Then a sampler deals out rows, as for data parallelism, and would do so ever after. Compares
-    what the forward gets of token ids, labels and masks. Or if the ranks made unlike models, with
-    other seeds: compares a row of weights, unless weights were loaded after the split.
+    Compares token ids, labels and masks: a sampler for data parallelism gives each rank other rows.
+    Raises, too, if the ranks made unlike models, with different seeds: compares a row of the
+    weights before the split, unless weights were loaded since.
     """
     if torch.compiler.is_compiling() or vars(model).get("forward_is_checked"):
         return
     given = {**dict(enumerate(args)), **kwargs}
     tensors = {key: x for key, x in given.items() if type(x) is torch.Tensor and not x.is_meta}
-    tensors = {key: x for key, x in tensors.items() if not x.is_floating_point()}
+    # (Masks of S x S are left out: they may be most of the memory.)
+    tensors = {k: x for k, x in tensors.items() if x.dim() <= 2 and not x.is_floating_point()}
     if not tensors or is_capturing():
         return
     model.forward_is_checked = True
