@@ -31,6 +31,10 @@ values["sum of weights"] = total
 Path(f"{arguments.output_dir}_{dist.get_rank()}.json").write_text(json.dumps(values))
 """
 NO_SUM = ("sum_gradients(self.model.parameters(), mesh)", "pass")
+NO_CHECK = (
+    "from utils.replicas import sum_gradients\n",
+    "from utils import refusals\n\nrefusals.check_first_sums = lambda optimizer: None\n",
+)
 # What the single process leaves out of the page's program: all that splits the model.
 ALONE = [("sequence_parallelize(model, mesh)", ""), NO_SUM]
 
@@ -100,9 +104,7 @@ def test_without_the_sum(tmp_path):
 def test_without_the_sum_nor_its_check(tmp_path):
     """It can fail: where gradients are not summed, norms are others, and ranks part."""
     (alone,) = train(tmp_path / "alone", 1, *ALONE)
-    unchecked = "from utils.replicas import sum_gradients\n"
-    never = "from utils import refusals\n\nrefusals.check_first_sums = lambda optimizer: None\n"
-    histories = train(tmp_path / "together", 2, NO_SUM, (unchecked, never))
+    histories = train(tmp_path / "together", 2, NO_SUM, NO_CHECK)
     assert not math.isclose(histories[0]["grad_norm"][0], alone["grad_norm"][0], rel_tol=1e-2)
     assert histories[0]["grad_norm"] != histories[1]["grad_norm"]
 

@@ -20,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from utils.collectives import all_gather
+from utils.full_model import norm_of
 from utils.gradients import local_part
 from utils.llama import HEAD_NORMS
 from utils.shards import SLICES, is_slice, shard_of
@@ -176,7 +177,7 @@ def guard_batches(model):
     """
     patch_with_check(DistributedDataParallel, "__init__", refuse_shared_batches)
     guard_optimizers()
-    if model not in SHARING_BATCHES:
+    if not hasattr(model, "row_at_split"):  # not split over another axis before
         model.register_forward_pre_hook(check_first_forward, with_kwargs=True)
         model.row_at_split = first_row(model.model.layers[0].mlp.down_proj.weight)
     SHARING_BATCHES.add(model)
@@ -258,11 +259,11 @@ def check_first_sums(optimizer):
     if not stepped:
         return
     FIRST_STEP_DONE.add(optimizer)
-    for model in (model for model in list(SHARING_BATCHES) if hasattr(model, "sequence_parts")):
-        named = dict(model.named_parameters())
+    for model in list(SHARING_BATCHES):
+        named = dict(model.named_parameters()) if hasattr(model, "sequence_parts") else {}
         if stepped.isdisjoint(map(id, named.values())):
             continue
-        norms = [norm_of_grad(p) if id(p) in stepped else math.nan for p in named.values()]
+        norms = [norm_of(p).item() if id(p) in stepped else math.nan for p in named.values()]
         found = gather_numbers(norms, model.get_group())
         least = found.nan_to_num(math.inf, math.inf).amin(0)
         largest = found.nan_to_num(0.0, math.inf).amax(0)
@@ -274,12 +275,6 @@ def check_first_sums(optimizer):
                 f"gradients of {name} differ between ranks, each of which has those of its own "
                 "tokens: call sum_gradients(model.parameters(), mesh) before the step"
             )
-
-
-def norm_of_grad(parameter):
-    """Return the 2-norm of a parameter's gradient, a number."""
-    wide = torch.promote_types(parameter.grad.dtype, torch.float32)
-    return torch.linalg.vector_norm(parameter.grad, dtype=wide).item()
 
 
 def gather_numbers(numbers, group):
