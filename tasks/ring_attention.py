@@ -93,7 +93,7 @@ def all_the_way_round(k, v, sizes, group):
 
 
 class ContiguousRing(torch.autograd.Function):
-    """Causal attention of contiguous shares: rank r has share r, and sees shares 0 to r.
+    """Attention of contiguous shares: rank r has share r, and sees shares 0 to r, if causal.
 
                 per rank            forward             backward
     q           (B, N, S/P, D)      stays               dq: added up, share by share
@@ -102,15 +102,15 @@ class ContiguousRing(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, sizes, group):
-        """sizes: how many tokens each rank has."""
-        ctx.sizes, ctx.group = sizes, group
+    def forward(ctx, q, k, v, sizes, group, causal=True):
+        """sizes: how many tokens each rank has. causal: if not, each token sees all tokens."""
+        ctx.sizes, ctx.group, ctx.causal = sizes, group, causal
         ctx.rests = {}  # for each block, what else the kernel's backward takes
         rank, merged = group.rank(), None
         for share, kv in all_the_way_round(k, v, sizes, group):
-            if share > rank:
+            if causal and share > rank:
                 continue  # all its keys are later than the queries
-            o, lse, ctx.rests[share] = attend(q, *kv, causal=share == rank)
+            o, lse, ctx.rests[share] = attend(q, *kv, causal=causal and share == rank)
             block = o.to(lse.dtype), lse  # float32 at least
             merged = merge(merged, block) if merged else block
         o, lse = merged
@@ -127,9 +127,9 @@ class ContiguousRing(torch.autograd.Function):
         coming, wait = 0, lambda: None
         for share, kv in all_the_way_round(k, v, ctx.sizes, ctx.group):
             dkv = torch.zeros_like(kv, dtype=lse.dtype)
-            if share <= rank:
-                block = q, *kv, output, lse, ctx.rests[share]
-                dq_block, dk, dv = attend_backward(grad, *block, causal=share == rank)
+            if not ctx.causal or share <= rank:
+                block, within = (q, *kv, output, lse, ctx.rests[share]), share == rank
+                dq_block, dk, dv = attend_backward(grad, *block, causal=ctx.causal and within)
                 dq += dq_block
                 dkv += torch.stack([dk, dv])
             wait()
@@ -137,14 +137,14 @@ class ContiguousRing(torch.autograd.Function):
             coming, wait = start_hop(dkv, ctx.sizes[(share - 1) % P], ctx.group)
         wait()
         dk, dv = coming  # of this rank's own keys and values: home again
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None
 
 
-def contiguous_ring(query, key, value, group, length):
-    """Attend causally from this rank's tokens, of `length`, as `ring_attention` does."""
+def contiguous_ring(query, key, value, group, length, causal=True):
+    """Attend from this rank's tokens, of `length`, as `ring_attention` does."""
     shares = [shard_range(length, group.size(), rank) for rank in range(group.size())]
     sizes = [stop - first for first, stop in shares]
-    return ContiguousRing.apply(query, key, value, sizes, group)
+    return ContiguousRing.apply(query, key, value, sizes, group, causal)
 
 
 # ---------------------------------------------------------------- the whole technique: who has what
@@ -378,15 +378,21 @@ class RingAttention(torch.autograd.Function):
 
 
 @torch.compiler.disable  # messages between two ranks are no part of a graph
-def ring_attention(query, key, value, group, length=None, zigzag=False, mask=None):
-    """Attend causally from query (B, N, S/P, D) to all ranks' key, value, (B, K, S/P, D) each.
+def ring_attention(query, key, value, group, causal=True, length=None, zigzag=False, mask=None):
+    """Attend from query (B, N, S/P, D) to all ranks' key and value, (B, K, S/P, D) each.
 
-    length: S, by default P times this rank's tokens; P or more. zigzag: which tokens a rank has,
-    see `Ring`; `Ring(group, length, zigzag).order()` lists all ranks' tokens in turn. mask: None if
-    only causal, or made by `MaskInfo.to_tensor`. Raises ValueError for shapes or dtypes that do not
-    fit each other or `length`. Source: Ring Attention, arXiv 2310.01889, section 3.
+    causal: if not, each token sees all tokens; for contiguous shares, without a mask. length: S, by
+    default P times this rank's tokens; P or more. zigzag: which tokens a rank has, see `Ring`;
+    `Ring(group, length, zigzag).order()` lists all ranks' tokens in turn. mask: None if no more
+    than causal, or made by `MaskInfo.to_tensor`. Raises ValueError for shapes or dtypes that do not
+    fit each other or `length`, and for what is only causal. Source: Ring Attention, arXiv
+    2310.01889, section 3.
     """
     length = seq_len(query, key, value, group, length)
+    if not causal:
+        if zigzag or mask is not None:
+            raise ValueError("zigzag, mask: only in causal attention")
+        return contiguous_ring(query, key, value, group, length, causal=False)
     return RingAttention.apply(query, key, value, ring_of(group, length, zigzag, mask))
 
 
@@ -405,9 +411,9 @@ def attend_in_ring(
     info = MaskInfo.from_tensor(attention_mask)
     check_window(sliding_window, info.length)
     mask = None if info.sees_all else attention_mask
-    how = module.get_group(), info.length, module.zigzag, mask
     qkv = as_attention_takes(query, key, value)
-    return ring_attention(*qkv, *how).transpose(1, 2), None
+    how = dict(length=info.length, zigzag=module.zigzag, mask=mask)
+    return ring_attention(*qkv, module.get_group(), **how).transpose(1, 2), None
 
 
 class RingLlama(SequenceParallelLlama):

@@ -47,9 +47,22 @@ def test_tied(nproc, tmp_path):
     assert result.code == 0 and result.out.count("full model: ok") == nproc, result.tail()
 
 
-@pytest.mark.parametrize("what", ["wrong_use", "lost", "optimizers", "shared_batches", "of_tokens"])
+@pytest.mark.parametrize(
+    "what",
+    [
+        "wrong_use",
+        "lost",
+        "optimizers",
+        "shared_batches",
+        "of_tokens",
+        "of_slices",
+        "adapters",
+        "loading",
+        "saving",
+    ],
+)
 def test_wrong_use(what, odd_llama, tmp_path):
-    """Of slices: a state dict, PyTorch's clipping, dropout. And a folder that cannot be written."""
+    """What would be silently wrong is refused. Folders: what is read, and in how much memory."""
     result = full_model(tmp_path, odd_llama, 2, "float64", what)
     assert result.code == 0 and result.out.count("full model: ok") == 2, result.tail()
 
@@ -94,10 +107,14 @@ def test_loss_in_tiles(nproc, dtype, odd_llama, tmp_path):
     assert result.code == 0 and result.out.count("full model: ok") == nproc, result.tail()
 
 
-@pytest.mark.parametrize("nproc", [3, *(pytest.param(n, marks=STRESS) for n in (2, 4))])
-def test_functions(nproc, odd_llama, tmp_path):
+@pytest.mark.parametrize(
+    ("nproc", "dtype"),
+    [(3, "float64"), *(pytest.param(*of, marks=STRESS) for of in (
+        (1, "float64"), (2, "float64"), (4, "float64"), (2, "float32"), (4, "float32")))],
+)  # fmt: skip
+def test_functions(nproc, dtype, odd_llama, tmp_path):
     """Attention and cross-entropy as functions of tensors and a group, without a model."""
-    result = full_model(tmp_path, odd_llama, nproc, "float64", "functions")
+    result = full_model(tmp_path, odd_llama, nproc, dtype, "functions")
     assert result.code == 0 and result.out.count("full model: ok") == nproc, result.tail()
 
 
@@ -192,23 +209,94 @@ BUGS = {
         "not refused: full_state_dict",
     ),
     "an optimizer of matrices takes slices": (
-        "optimizers", 2, "refusals.py", "if of_matrices and", "if False and", "not refused: Muon",
+        "optimizers", 2, "training_guards.py", "if of_matrices and", "if False and",
+        "not refused: Muon",
     ),
     "an optimizer from before the split trains nothing": (
-        "optimizers", 2, "refusals.py", "if any(id(p) not in present", "if any(id(p) in ()",
+        "optimizers", 2, "training_guards.py", "if any(id(p) not in present", "if any(id(p) in ()",
         "not refused: from before the split",
     ),
     "unlike batches are not seen": (
-        "shared_batches", 2, "refusals.py", "if len(found.unique()) > 1:", "if False:",
+        "shared_batches", 2, "agreement.py", "if differ(batches):", "if False:",
         "not refused: have different batches",
     ),
+    "an evaluation hides the training's batches": (
+        "shared_batches", 2, "agreement.py", "if model.training in compared:", "if compared:",
+        "not refused: have different batches",
+    ),
+    "parts that are called alone compare nothing": (
+        "shared_batches", 2, "agreement.py", "for part in model, model.model:",
+        "for part in [model]:", "not refused: have different batches",
+    ),
+    "a model's own forward compares nothing": (
+        "shared_batches", 2, "sequence.py", "check_forward(self, given |", "dict(given |",
+        "not refused: have different batches",
+    ),
+    "DDP takes a part of a split model": (
+        "shared_batches", 2, "agreement.py", "model.model.batch_groups = model.batch_groups",
+        "pass", "not refused: which share each batch",
+    ),
     "other seeds are not seen": (
-        "shared_batches", 2, "refusals.py", "weights.isfinite().all():", "False:",
+        "shared_batches", 2, "agreement.py", "if differ(starts):", "if False:",
         "not refused: had different weights",
     ),
+    "rows that were filled by chance are not seen": (
+        "shared_batches", 2, "agreement.py", "(flat[:ENDS], flat[-ENDS:])", "(flat[:ENDS],)",
+        "not refused: have different values",
+    ),
+    "adapters of other seeds are not seen": (
+        "adapters", 2, "agreement.py", "if differ(replicas):", "if False:",
+        "not refused: have different values",
+    ),
+    "a prompt is no part of the model": (
+        "adapters", 2, "agreement.py", "(prompted or model)", "model", "not refused: ",
+    ),
+    "an adapter drops the same on each rank": (
+        "adapters", 2, "sequence.py", "if group.size() > 1:", "if False:",
+        "not refused: would drop the same",
+    ),
     "gradients that are not summed are not seen": (
-        "shared_batches", 2, "refusals.py", "if differ.any():", "if False:",
+        "shared_batches", 2, "agreement.py", "if unlike.any():", "if False:",
         "not refused: call sum_gradients",
+    ),
+    "each rank clips by its own tokens": (
+        "shared_batches", 2, "training_guards.py",
+        'patch_with_check(nn.utils, "clip_grad_norm_", check_clipping)', "pass",
+        "not refused: call sum_gradients",
+    ),
+    "slices of different weights are added up": (
+        "of_slices", 2, "replicas.py", "if both := ranks_that_split(tensors, group):", "if False:",
+        "not refused: which split the weights",
+    ),
+    "a rank steps for other ranks' slices": (
+        "of_slices", 2, "training_guards.py",
+        "if both := ranks_that_split(parameters, optimizer.process_group):", "if False:",
+        "not refused: ZeroRedundancyOptimizer",
+    ),
+    "ranks sample by unlike chance": (
+        "of_slices", 2, "agreement.py", "if not sampled or", "if sampled or",
+        "not refused: have different random states",
+    ),
+    "a rank reads the first slice": (
+        "loading", 2, "models.py", "file.get_slice(key)[shard or tuple(map(slice, shape))]",
+        "file.get_slice(key)[[slice(0, x.stop - x.start) for x in shard or map(slice, shape)]]",
+        "as loaded",
+    ),
+    "a folder's dtype is not asked for": (
+        "loading", 2, "models.py", 'said = getattr(config, "dtype", None) or',
+        "said = torch.float32 or", "AssertionError",
+    ),
+    "all full tensors are there at once": (
+        "saving", 2, "full_model.py", "tensors = full_tensors(model, found, group)\n    if",
+        "tensors = iter([*full_tensors(model, found, group)])\n    if", "full tensors",
+    ),
+    "its own later keys are hidden where all are seen": (
+        "functions", 2, "ring_attention.py", "attend(q, *kv, causal=causal and share == rank)",
+        "attend(q, *kv, causal=share == rank)", "ring, all",
+    ),
+    "later keys have no gradient where all are seen": (
+        "functions", 2, "ring_attention.py", "if not ctx.causal or share <= rank:",
+        "if share <= rank:", "ring, all",
     ),
     "the ranks' sizes are not asked for": (
         "functions", 2, "tp_llama.py", "sum(sizes[:rank]), sum(sizes[: rank + 1])",
@@ -219,7 +307,7 @@ BUGS = {
         "not refused: model.embed_tokens.weight was",
     ),
     "clipping that was imported before clips slices": (
-        "lost", 2, "refusals.py", "if value is original]", "if value is check]",
+        "lost", 2, "training_guards.py", "if value is original]", "if value is check]",
         "not refused: get_total_norm",
     ),
     "positions are counted by a rank's tokens": (
@@ -249,7 +337,7 @@ BUGS = {
         "not refused: get_total_norm",
     ),
     "a scaler skips steps by slices": (
-        "wrong_use", 2, "refusals.py", 'if given["self"].is_enabled() and', "if False and",
+        "wrong_use", 2, "training_guards.py", 'if given["self"].is_enabled() and', "if False and",
         "not refused: GradScaler",
     ),
     "a part's state dict is slices": (

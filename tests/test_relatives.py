@@ -11,7 +11,7 @@ from conftest import make_llama
 from loading.architectures import LLAMAS, count_parameters
 from loading.models import Source
 from planting import plant
-from utils.refusals import check_ordinary
+from utils.refusals import check_layers, check_ordinary
 
 SCRIPTS = {
     "tp_llama": ["--repeats", 0], "dtensor_llama": ["--repeats", 0],
@@ -164,6 +164,25 @@ def test_built_otherwise(name, said):
     with pytest.raises(ValueError, match="not built as a LlamaForCausalLM: ") as refused:
         check_ordinary(model)
     assert said in str(refused.value)
+
+
+def test_layers_that_do_more():
+    """Gemma's embedding scales its rows, in transformers 5: slices of it would not."""
+    sizes = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, vocab_size=64)
+    config = transformers.GemmaConfig(**sizes, intermediate_size=16, num_key_value_heads=2)
+    with torch.device("meta"):
+        gemma = transformers.GemmaForCausalLM(config)
+        llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+    check_layers(llama)
+    if type(gemma.model.embed_tokens) is not torch.nn.Embedding:  # by the library's version
+        check_ordinary(gemma)
+        with pytest.raises(
+            ValueError, match=r"model.embed_tokens is a \w+: slices are taken of an"
+        ):
+            check_layers(gemma)
+    llama.model.layers[0].mlp.up_proj.__class__ = type("Linear4bit", (torch.nn.Linear,), {})
+    with pytest.raises(ValueError, match="up_proj is a Linear4bit: slices"):
+        check_layers(llama)
 
 
 def test_norms_of_all_heads_together():

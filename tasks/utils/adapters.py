@@ -7,6 +7,9 @@ prompts only virtual tokens are right; those that bring keys and values, or a lo
 """
 
 import inspect
+import weakref
+
+from utils.agreement import PROMPTED
 
 # Packages in peft.tuners, for all their layers; classes of PEFT's other layers and LoRA variants.
 KNOWN_ADAPTERS = {
@@ -36,8 +39,8 @@ def adapters_of(model):
     return names
 
 
-def check_prompt():
-    """Raise ValueError for a prompt of PEFT's that is more than virtual tokens.
+def check_prompt(model):
+    """Raise ValueError for a prompt of PEFT's that is more than virtual tokens; remember others.
 
     The prompt is no part of the model. Only PEFT's forward, which has called the model's
     forward, knows of the prompt: so look for its frame on the call stack.
@@ -45,11 +48,14 @@ def check_prompt():
     frame = inspect.currentframe()
     while frame:
         if frame.f_globals.get("__name__") == "peft.peft_model":
-            config = getattr(frame.f_locals.get("self"), "active_peft_config", None)
+            prompted = frame.f_locals.get("self")
+            config = getattr(prompted, "active_peft_config", None)
             peft_type = config.peft_type.value if config and config.is_prompt_learning else None
             if peft_type and peft_type not in VIRTUAL_TOKENS:
                 raise ValueError(f"{peft_type}: of PEFT's prompts only virtual tokens are right "
                                  f"here: {', '.join(VIRTUAL_TOKENS)}")  # fmt: skip
+            if peft_type:
+                PROMPTED[model] = weakref.ref(prompted)
         frame = frame.f_back
 
 
@@ -58,7 +64,7 @@ def check_by_token(model):
     if unknown := adapters_of(model) - KNOWN_ADAPTERS:
         raise ValueError(f"{', '.join(sorted(unknown))}: adapters that are not known to treat each "
                          "token alone, as a split sequence needs it")  # fmt: skip
-    check_prompt()
+    check_prompt(model)
 
 
 def refuse_adapters(model):
@@ -66,4 +72,4 @@ def refuse_adapters(model):
     if names := adapters_of(model):
         raise ValueError(f"{', '.join(sorted(names))}: PEFT's adapters do not know of slices of "
                          "weights; use them with sequence parallelism alone")  # fmt: skip
-    check_prompt()
+    check_prompt(model)

@@ -198,6 +198,7 @@ def full_tensors(model, found, group=None):
             if rank == 0:
                 full[tuple(slice(*part) for part in region)] = piece.cpu()
         yield name, full
+        full = piece = None  # else they would be there beside the next
 
 
 def pass_to_first(piece, region, dtype, holder, group):
@@ -343,6 +344,7 @@ def write_safetensors(path, found, tensors):
             name, tensor = next(tensors)
             assert name == expected, (name, expected)
             file.write(tensor.view(torch.uint8).numpy())
+            del tensor
         file.flush()
         os.fsync(file.fileno())
 

@@ -1,6 +1,7 @@
 """The seam to Hugging Face's Llama and its relatives: settings, hooks around them, and labels.
 
-What a split model refuses is in `refusals.py`. Shapes as in `utils/__init__.py`.
+What a split model refuses is in `refusals.py`, `training_guards.py` and `agreement.py`. Shapes as
+in `utils/__init__.py`.
 """
 
 import sys
@@ -92,10 +93,11 @@ def guard_dropout(model, ranks):
 def expect_same_batches(model, group):
     """Remember that the ranks of `group` share each batch, and refuse what would be wrong then.
 
-    That is: unlike batches, in the first forward; DDP over several of these ranks; and gradients of
-    split tokens that are not summed, in an optimizer's first step. All raise ValueError.
+    That is: unlike batches and weights, in the first forward; DDP over several of these ranks;
+    gradients of split tokens that are not summed, when they are first clipped or stepped with; and
+    new tokens that would be chosen by unlike chance. All raise ValueError.
     """
-    from utils.refusals import guard_batches
+    from utils.training_guards import guard_batches
 
     model.batch_groups = [*getattr(model, "batch_groups", []), getter(group)]
     guard_batches(model)
@@ -116,7 +118,7 @@ class Guard:
 
     def __deepcopy__(self, memo):
         model = self.model()
-        return Guard(memo.get(id(model), model), self.check) if model else self
+        return type(self)(memo.get(id(model), model), self.check) if model else self
 
 
 def guard(model, check):

@@ -30,6 +30,7 @@ def sum_gradients(tensors, mesh, bucket_bytes=2**25):
         return
     tensors = [tensor for tensor in tensors if tensor.grad is not None]
     check_mesh(tensors, group)
+    refuse_sum_of_slices(tensors, group)
     ranks = tuple(dist.get_process_group_ranks(group))
     earlier = [summed_over(tensor.grad) for tensor in tensors]
     if any(ranks in others for others in earlier):
@@ -41,6 +42,17 @@ def sum_gradients(tensors, mesh, bucket_bytes=2**25):
         tensor.grad.summed = None if hooked else tensor.grad._version, {ranks, *others}
         if tensor.is_leaf and tensor.requires_grad:
             refuse_additions(tensor)
+
+
+def refuse_sum_of_slices(tensors, group):
+    """Raise ValueError for a sum over ranks that split the weights, whose gradients are right."""
+    from utils.agreement import ranks_that_split
+
+    if both := ranks_that_split(tensors, group):
+        raise ValueError(
+            f"sum_gradients over ranks {both}, which split the weights: their gradients are right "
+            "as they are; sum over the axis that splits the tokens or the batch, if there is one"
+        )
 
 
 def summed_over(grad):

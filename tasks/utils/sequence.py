@@ -38,7 +38,7 @@ def convert_attention(model, mixin, group, name, attend):
     the sequence. For adapters that are not right the first forward raises ValueError, see
     `check_by_token`.
     """
-    from utils.refusals import check_ordinary, refuse_own_loss
+    from utils.refusals import check_ordinary, refuse_dropout_of_tokens, refuse_own_loss
 
     check_ordinary(model)
     if not hasattr(model, "sum_of_losses"):  # Task 2's split vocabulary sets it
@@ -58,6 +58,8 @@ def convert_attention(model, mixin, group, name, attend):
     for layer in model.model.layers:
         layer.self_attn.get_group = getter(group)
     guard(model, refuse_adapters_across_tokens)
+    if group.size() > 1:
+        guard(model, refuse_dropout_of_tokens)
     expect_same_batches(model, group)
     model.__class__, model.get_group = mixed_in(mixin, type(model)), getter(group)
     model.sequence_parts, model.pad_multiple = group.size(), 1  # see `SequenceParallelLlama.padded`
@@ -200,9 +202,12 @@ class SequenceParallelLlama:
 
         Raises ValueError as `refuse_arguments` and `check_by_token` do.
         """
+        from utils.agreement import check_forward
         from utils.refusals import refuse_arguments
 
         refuse_arguments(self, attention_mask, cache, labels, kwargs)
+        given = dict(ids=input_ids, embeds=inputs_embeds, mask=attention_mask, labels=labels)
+        check_forward(self, given | dict(positions=position_ids))
         ids = input_ids if inputs_embeds is None else inputs_embeds
         if inputs_embeds is None:
             check_ids(ids, self.config.vocab_size)  # on all ranks, so that all raise

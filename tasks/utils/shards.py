@@ -154,13 +154,15 @@ def refuse_on_slices(model):
     Refused are saving, PyTorch's own clipping (`full_model.py` has functions for both), resizing,
     GradScaler, wrong optimizers, and PEFT's adapters: present adapters now, later ones at the next
     forward. Slices that `fully_shard` has split again are refused there, too. Raises ValueError as
-    `check_unsplit` and `check_slices` do.
+    `check_unsplit`, `check_slices` and `check_layers` do.
     """
-    from utils.refusals import check_slices, guard_training, refuse_own_loss
+    from utils.refusals import check_layers, check_slices, refuse_own_loss
+    from utils.training_guards import guard_training
 
     check_unsplit(model)
     refuse_own_loss(model)
     check_slices(model)
+    check_layers(model)
     guard(model, check_slices)
     for module in model.modules():
         module.register_state_dict_pre_hook(refuse_state_dict)

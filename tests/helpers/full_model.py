@@ -11,6 +11,7 @@ import json
 import math
 import shutil
 import sys
+import weakref
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -18,11 +19,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import transformers
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor.parallel import loss_parallel
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_ as imported_before
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
@@ -173,6 +176,83 @@ def check_loading(name, split):
     for key, parameter in model.named_parameters():
         part = state[key][shard_of(parameter)]
         assert local_part(parameter).equal(part), f"{name}: {key}, as loaded"
+
+
+def loading(folder):
+    """Folders of each kind: one file or several, tied or not, bfloat16 or float32; wrong ones."""
+    mesh, saved = init_device_mesh("cpu", (P,), mesh_dim_names=("tp",)), {}
+    for tied, kind, size in product((False, True), (torch.float32, torch.bfloat16), ("1GB", "9KB")):
+        where = folder / f"{tied}, {kind}, {size}"
+        config = ordinary().config
+        config.tie_word_embeddings = tied
+        if RANK == 0:
+            type(ordinary())(config).to(kind).save_pretrained(where, max_shard_size=size)
+        saved[where] = kind
+    dist.barrier()
+    for where, kind in saved.items():
+        assert (len([*where.glob("*.safetensors")]) > 2) == where.name.endswith("9KB"), where
+        for split, dtype in product(
+            (tensor_parallelize, dtensor_parallelize, sequence_parallelize), (None, torch.float64)
+        ):
+            model = from_pretrained(partial(split, mesh=mesh), where, dtype)
+            whole = AutoModelForCausalLM.from_pretrained(where, dtype=dtype or "auto")
+            name = f"{split.__name__}, {where.name}, {dtype}"
+            assert model.dtype == whole.dtype == (dtype or kind), name
+            for key, parameter in model.named_parameters():
+                part = whole.get_parameter(key)[shard_of(parameter)]
+                assert local_part(parameter).equal(part), f"{name}: {key}, as loaded"
+            tied = model.lm_head.weight is model.model.embed_tokens.weight
+            assert tied == whole.config.tie_word_embeddings, f"{name}: tied"
+            assert not model.training, name
+    wrong = folder / "wrong"
+    for change, said in (
+        (lambda tensors: tensors.pop("model.norm.weight"), "tensor model.norm.weight is missing"),
+        (lambda tensors: tensors.update(more=torch.ones(1)), "unexpected tensor more"),
+        (lambda tensors: tensors.update({"model.norm.weight": torch.ones(2)}), "norm.weight has"),
+    ):
+        if RANK == 0:
+            shutil.copytree(next(iter(saved)), wrong)
+            tensors = load_file(wrong / "model.safetensors")
+            change(tensors)
+            save_file(tensors, wrong / "model.safetensors", {"format": "pt"})
+        dist.barrier()
+        refused(partial(from_pretrained, partial(tensor_parallelize, mesh=mesh), wrong), said)
+        dist.barrier()
+        if RANK == 0:
+            shutil.rmtree(wrong)
+
+
+class Largest(TorchDispatchMode):
+    """Tracks how many bytes, of all that is made inside it, are there at one time, at most."""
+
+    def __init__(self):
+        super().__init__()
+        self.there = self.most = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        returned = function._schema.returns
+        if torch.is_tensor(made) and returned[0].alias_info is None:
+            self.there += made.nbytes
+            self.most = max(self.most, self.there)
+            weakref.finalize(made, self.gone, made.nbytes)
+        return made
+
+    def gone(self, nbytes):
+        self.there -= nbytes
+
+
+def saving(folder):
+    """A folder takes no more memory than one full tensor, and a rank's piece of it."""
+    mesh = init_device_mesh("cpu", (P,), mesh_dim_names=("tp",))
+    for split in tensor_parallelize, dtensor_parallelize, sequence_parallelize:
+        model = split(ordinary(), mesh)
+        largest = max(p.nbytes for p in ordinary().parameters())
+        with Largest() as made:
+            save_pretrained(model, folder)
+        # (Ranks also tell each other what they have, which is next to nothing in a larger model.)
+        least, most = (1.0, 1.7) if RANK == 0 else (0.0, 0.9)
+        assert least <= made.most / largest <= most, f"{split}: {made.most / largest} full tensors"
 
 
 def full(name, split, step_of, ids, folder):
@@ -412,58 +492,80 @@ def in_tiles(name, split, step_of, ids, folder):
         close(model.get_parameter(key).grad, grad, f"{name}: {key}, frozen head")
 
 
+def see_all(query, key, value):
+    """Attention of every token to every token, on one rank."""
+    times = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(times, dim=1) for x in (key, value))
+    return torch.nn.functional.scaled_dot_product_attention(query, key, value)
+
+
 def functions(folder):
     """Attention and cross-entropy of tensors, without a model, against PyTorch's own."""
-    group = dist.group.WORLD
-    for N, K, S, zigzag in product((P, 6), (1, 3), (4 * P, 4 * P + 1), (False, True)):
+    groups = [dist.group.WORLD]
+    if P == 4:  # the outer axis of a mesh, whose ranks are not neighbours
+        groups.append(init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b")).get_group("a"))
+    for group in groups:
+        functions_of_attention(group, group.size(), group.rank())
+        function_of_loss(group, group.size(), group.rank())
+
+
+def functions_of_attention(group, P, rank):
+    for N, K, S in product((P, 6), (1, 3), (4 * P, 4 * P + 1)):
         if N % K or N < P:
             continue
-        q, k, v, grad = (torch.randn(2, n, S, 4, dtype=DTYPE) for n in (N, K, K, N))
-        full = [t.clone().requires_grad_() for t in (q, k, v)]
-        expected = causal_attention(*full)
-        expected.backward(grad)
-        order = Ring(group, S, zigzag).order()
-        for name, tokens, attend in (
-            ("Ulysses", slice(*shard_range(S, P, RANK)), ulysses_attention),
-            (
-                "ring",
-                order[slice(*shard_range(S, P, RANK))],
-                partial(ring_attention, zigzag=zigzag),
-            ),
+        qkv, grad = (
+            [torch.randn(2, n, S, 4, dtype=DTYPE) for n in (N, K, K)],
+            torch.randn(2, N, S, 4),
+        )
+        own = slice(*shard_range(S, P, rank))
+        zigzag = Ring(group, S, True).order()[own]
+        for name, attend, tokens, alone in (
+            ("Ulysses", ulysses_attention, own, causal_attention),
+            ("Ulysses, all", partial(ulysses_attention, attend=see_all), own, see_all),
+            ("ring", ring_attention, own, causal_attention),
+            ("ring, zigzag", partial(ring_attention, zigzag=True), zigzag, causal_attention),
+            ("ring, all", partial(ring_attention, causal=False), own, see_all),
         ):
-            name = f"{name}, {N} heads, {K} KV heads, {S} tokens, zigzag {zigzag}"
-            local = [t[:, :, tokens].clone().requires_grad_() for t in (q, k, v)]
+            name = f"{name}, {N} heads, {K} KV heads, {S} tokens"
+            full = [t.clone().requires_grad_() for t in qkv]
+            expected = alone(*full)
+            expected.backward(grad.to(DTYPE))
+            local = [t[:, :, tokens].clone().requires_grad_() for t in qkv]
             output = attend(*local, group, length=S)
-            output.backward(grad[:, :, tokens])
+            output.backward(grad[:, :, tokens].to(DTYPE))
             close(output.detach(), expected.detach()[:, :, tokens], name)
             for one, other in zip(local, full, strict=True):
                 close(one.grad, other.grad[:, :, tokens], f"{name}: gradient")
     q = torch.randn(1, 6, 3, 4)
+    for how in dict(zigzag=True), dict(mask=torch.ones(1, 1, 1, 3 * P, dtype=torch.bool)):
+        refused(partial(ring_attention, q, q, q, group, causal=False, **how), "only in causal")
     for attend in ulysses_attention, ring_attention:
         refused(partial(attend, q, q, q, group, length=3 * P + P), "tokens on rank")
         longer, others, half = (torch.randn(1, K, S, 4) for K, S in ((2, 4), (4, 3), (2, 3)))
         for kv in longer, others, half.bfloat16():
             refused(partial(attend, q, kv, kv, group), "query, key, value do not fit")
+
+
+def function_of_loss(group, P, rank):
     for V, offset in product((5 * P, 5 * P + 1), (0, 1e4)):
-        rows = shard_range(V, P, RANK)
+        rows = shard_range(V, P, rank)
         logits = torch.randn(2, 7, V, dtype=DTYPE) + offset
-        labels = torch.randint(V, (2, 7)).masked_fill(torch.rand(2, 7) < 0.3, -100)
-        for reduction, given in product(("mean", "sum", "none"), (rows, None)):
+        labels = torch.randint(V, (2, 7))
+        for reduction, given, ignored in product(("mean", "sum", "none"), (rows, None), (-100, 3)):
+            some = labels.masked_fill(torch.arange(14).view(2, 7) % 3 == 0, ignored)
             whole = logits.clone().requires_grad_()
-            expected = torch.nn.functional.cross_entropy(
-                whole.flatten(0, 1), labels.flatten(), reduction=reduction
-            )
+            how = dict(reduction=reduction, ignore_index=ignored)
+            expected = torch.nn.functional.cross_entropy(whole.flatten(0, 1), some.flatten(), **how)
             expected.sum().backward()
             local = logits[..., slice(*rows)].clone().requires_grad_()
-            how = dict(reduction=reduction, rows=given)
-            loss = vocab_parallel_cross_entropy(local, labels, group, **how)
+            loss = vocab_parallel_cross_entropy(local, some, group, rows=given, **how)
             loss.sum().backward()
-            name = f"cross-entropy, {V} words, + {offset}, {reduction}"
+            name = f"cross-entropy, {V} words, + {offset}, {how}"
             close(loss.detach().flatten(), expected.detach().flatten(), name)
             close(local.grad, whole.grad[..., slice(*rows)], f"{name}: gradient")
-        refused(
-            partial(vocab_parallel_cross_entropy, logits, labels, group, rows=rows), "for logits of"
-        )
+        if P > 1:
+            too_many = partial(vocab_parallel_cross_entropy, logits, labels, group, rows=rows)
+            refused(too_many, "for logits of")
         try:
             vocab_parallel_cross_entropy(local, labels.clamp(min=V), group)
         except IndexError:
@@ -555,6 +657,15 @@ def shared_batches(folder):
         model(input_ids=IDS, attention_mask=torch.ones_like(IDS))
         model = split(ordinary(), mesh)
         refused(partial(model, IDS, labels=own), "have different batches")
+        model = split(ordinary(), mesh)
+        model(IDS)
+        refused(partial(model.eval(), own), "have different batches")
+        model = split(ordinary(), mesh)
+        # PEFT, by version, or a user may call a part, or no hooks.
+        part = model.forward if hasattr(model, "sequence_parts") else model.model
+        refused(partial(part, input_ids=own), "have different batches")
+        for whole in model, model.model:
+            refused(partial(DistributedDataParallel, whole), "which share each batch and the")
     for split in tensor_parallelize, sequence_parallelize, ring_parallelize:
         torch.manual_seed(RANK)  # (DTensor sends rank 0's weights to all.)
         model, loaded = (type(ordinary())(ordinary().config).to(DTYPE) for _ in range(2))
@@ -565,6 +676,11 @@ def shared_batches(folder):
         save_training_state(one, torch.optim.SGD(one.parameters(), 0.1), saved, 0)
         load_training_state(loaded, torch.optim.SGD(loaded.parameters(), 0.1), saved)
         loaded(IDS)
+        model = ordinary()
+        changed = model.model.norm if split is tensor_parallelize else model.model.embed_tokens
+        with torch.no_grad():
+            changed.weight[-1] += RANK  # as rows that were added, and filled by chance
+        refused(partial(split(model, mesh), IDS), "have different values of weights")
     for split in sequence_parallelize, ring_parallelize:
         model, other = (split(ordinary(), mesh) for _ in range(2))
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -572,8 +688,13 @@ def shared_batches(folder):
         for one in model, other:
             one(input_ids=IDS, labels=IDS).loss.backward()
         refused(optimizer.step, "call sum_gradients(model.parameters(), mesh) before the step")
+        clip = torch.nn.utils.clip_grad_norm_
+        clip(model.parameters(), math.inf)  # the norm alone, of a rank's own tokens
+        said = "call sum_gradients(model.parameters(), mesh) before the clipping"
+        refused(partial(clip, model.parameters(), 1.0), said)
         optimizer = torch.optim.SGD(other.parameters(), 0.1)
         sum_gradients(other.parameters(), mesh)
+        clip(other.parameters(), 1.0)
         optimizer.step()
         some = [other.lm_head.weight, other.model.norm.weight]
         other.zero_grad()
@@ -583,6 +704,77 @@ def shared_batches(folder):
         # Each rank steps with its own part of the parameters.
         dealt = [*other.parameters()][1 + RANK :: P]
         torch.optim.SGD(dealt, 0.1).step()
+
+
+def of_slices(folder):
+    """What would add up or send slices of different weights, and tokens chosen by unlike chance."""
+    mesh = init_device_mesh("cpu", (P,), mesh_dim_names=("tp",))
+    for split in tensor_parallelize, dtensor_parallelize:
+        model = split(ordinary(), mesh)
+        step(model, IDS)
+        replicated = [model.model.norm.weight]
+        for some in replicated, *([model.parameters()] if split is tensor_parallelize else []):
+            refused(partial(sum_gradients, some, mesh), "which split the weights")
+    model = tensor_parallelize(ordinary(), mesh)
+    step(model, IDS)
+    shares = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    refused(shares.step, "ZeroRedundancyOptimizer over ranks [0, 1")
+    # Where the tokens are split, each rank has all weights, and may step for some of them.
+    model, whole = sequence_parallelize(ordinary(), mesh), ordinary()
+    step(model, IDS)
+    shares = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    refused(shares.step, "before the step")
+    sum_gradients(model.parameters(), mesh)
+    shares.step()
+    step(whole, IDS)
+    torch.optim.SGD(whole.parameters(), 0.1).step()
+    for name, parameter in whole.named_parameters():
+        close(model.get_parameter(name), parameter, f"ZeRO-1: {name}")
+
+    for split in tensor_parallelize, dtensor_parallelize, sequence_parallelize:
+        model = split(ordinary(), mesh).eval()
+        sample = partial(model.generate, IDS[:, :4], do_sample=True, max_new_tokens=5)
+        torch.manual_seed(RANK)
+        refused(sample, "have different random states")
+        model.generate(IDS[:, :4], do_sample=False, max_new_tokens=2)
+        torch.manual_seed(0)
+        everyone = [None] * P
+        dist.all_gather_object(everyone, sample())
+        assert all(tokens.equal(everyone[0]) for tokens in everyone), f"{split}: sampled"
+
+
+def adapters(folder):
+    """PEFT's adapters and prompts: made with unlike seeds, not summed, or with dropout."""
+    from peft import LoraConfig, PromptEncoderConfig, PromptTuningConfig, get_peft_model
+
+    mesh = init_device_mesh("cpu", (P,), mesh_dim_names=("one",))
+    lora = partial(LoraConfig, task_type="CAUSAL_LM", target_modules=["q_proj", "o_proj"])
+    prompt = partial(PromptTuningConfig, task_type="CAUSAL_LM", num_virtual_tokens=3)
+    encoder = partial(PromptEncoderConfig, task_type="CAUSAL_LM", num_virtual_tokens=3)
+
+    def make(split, config, seed=0):
+        model = split(ordinary(), mesh)
+        torch.manual_seed(seed)
+        return get_peft_model(model, config()).train()
+
+    for split in tensor_parallelize, sequence_parallelize, ring_parallelize:
+        for config in lora, prompt, encoder:
+            if split is tensor_parallelize and config is lora:
+                continue
+            model = make(split, config, RANK)
+            refused(partial(model, IDS), "have different values of weights")
+            model = make(split, config)
+            model(input_ids=IDS, labels=IDS).loss.backward()
+            optimizer = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), 0.1)
+            if split is not tensor_parallelize:
+                refused(optimizer.step, "before the step")
+                sum_gradients(model.parameters(), mesh)
+            optimizer.step()
+    for split in sequence_parallelize, ring_parallelize:
+        model = make(split, partial(lora, lora_dropout=0.1))
+        refused(partial(model, IDS), "would drop the same of different tokens")
+        model.eval()
+        model(IDS)
 
 
 def of_tokens(folder):
@@ -694,8 +886,8 @@ if __name__ == "__main__":
     torch.manual_seed(0)
     IDS = torch.randint(2, 140, (12, 12))
     every = techniques(P)
-    if what in ("wrong_use", "lost", "optimizers", "shared_batches", "of_tokens", "functions"):
-        every, only = {}, []
+    if what not in ("full", "recompute", "compiled", "autocast", "resume", "in_tiles"):
+        every, only = {}, []  # no techniques, one by one
         globals()[what](FOLDER)
     for name in only or every:
         globals()[what](name, *every[name], IDS, FOLDER / "saved")
