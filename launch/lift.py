@@ -49,12 +49,14 @@ class Module:
             if isinstance(node, ast.ImportFrom) and file_of(node.module):
                 for alias in node.names:
                     self.imports[alias.asname or alias.name] = node.module, alias.name
+        self.before = set()  # the project's modules that this one is loaded after
         for node in self.tree.body:
             if isinstance(node, ast.Import | ast.ImportFrom):
                 self.add_library(node)
 
     def add_library(self, node):
         if isinstance(node, ast.ImportFrom) and file_of(node.module):
+            self.before.add(node.module)
             return
         for alias in node.names:
             name = alias.asname or alias.name.partition(".")[0]
@@ -160,16 +162,15 @@ def find_needed(module, names):
 
 
 def in_order(modules):
-    """Modules, each behind those that it imports; of two that import each other, one is first."""
+    """Modules, each behind those that it imports at its top; within functions, at a call."""
     done, begun = [], set()
 
     def visit(name):
         if name in begun:
             return
         begun.add(name)
-        for other, _ in load(name).imports.values():
-            if other in modules:
-                visit(other)
+        for other in sorted(load(name).before & modules.keys()):
+            visit(other)
         done.append(name)
 
     for name in sorted(modules):

@@ -252,7 +252,7 @@ BUGS = {
         "adapters", 2, "agreement.py", "(prompted or model)", "model", "not refused: ",
     ),
     "an adapter drops the same on each rank": (
-        "adapters", 2, "sequence.py", "if group.size() > 1:", "if False:",
+        "adapters", 2, "refusals.py", "if module.training and rate:", "if False:",
         "not refused: would drop the same",
     ),
     "gradients that are not summed are not seen": (

@@ -9,7 +9,7 @@ prompts only virtual tokens are right; those that bring keys and values, or a lo
 import inspect
 import weakref
 
-from utils.agreement import PROMPTED
+from utils.llama import PROMPTED
 
 # Packages in peft.tuners, for all their layers; classes of PEFT's other layers and LoRA variants.
 KNOWN_ADAPTERS = {

@@ -16,12 +16,11 @@ from torch.distributed.tensor import DTensor
 from utils.collectives import all_gather
 from utils.full_model import norm_of
 from utils.gradients import local_part
-from utils.llama import Guard
+from utils.llama import PROMPTED, Guard
 from utils.shards import is_slice, shard_of
 
 # {model: None} of which several ranks work on one batch. In order, which is the same on all ranks.
 SHARING_BATCHES = weakref.WeakKeyDictionary()
-PROMPTED = weakref.WeakKeyDictionary()  # {model: a reference to the PEFT model that has its prompt}
 FIRST_STEP_DONE = weakref.WeakSet()  # optimizers
 CLIPPED = weakref.WeakSet()  # models
 ENDS = 32  # of each weight, so many numbers at its beginning and end are compared

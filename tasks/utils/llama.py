@@ -4,7 +4,6 @@ What a split model refuses is in `refusals.py`, `training_guards.py` and `agreem
 in `utils/__init__.py`.
 """
 
-import sys
 import weakref
 from functools import cache
 
@@ -14,6 +13,7 @@ from transformers import PreTrainedModel
 
 HEAD_NORMS = {"q_norm", "k_norm"}  # Qwen3's norms of each head
 BY_LENGTH = "dynamic", "longrope"  # RoPE whose factors depend on the sequence's length
+PROMPTED = weakref.WeakKeyDictionary()  # {model: a reference to the PEFT model that has its prompt}
 
 
 def getter(group):
@@ -69,14 +69,6 @@ def next_tokens(labels, size, vocab_size, ignore_index=-100, shift_labels=None):
     targets = F.pad(labels, (0, 1), value=ignore_index)[:, 1:]
     check_ids(targets.masked_fill(targets == ignore_index, 0), vocab_size)
     return targets
-
-
-def refuse_adapters_across_tokens(model):
-    """Raise ValueError for PEFT's adapters that are wrong where each rank has its own tokens."""
-    if "peft" in sys.modules:
-        from utils.adapters import check_by_token
-
-        check_by_token(model)
 
 
 def guard_dropout(model, ranks):

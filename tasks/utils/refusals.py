@@ -136,12 +136,17 @@ def refuse_dropout(model):
         )
 
 
-def refuse_dropout_of_tokens(model):
-    """Raise ValueError in training with dropout in a layer, where ranks have different tokens.
+def refuse_across_tokens(model):
+    """Raise ValueError for dropout and adapters that are wrong where each rank has its own tokens.
 
-    With one seed, they would drop the same entries of different tokens. PEFT's LoRA may have it.
+    With one seed, ranks would drop the same entries of different tokens (in training; PEFT's LoRA
+    may have a dropout). Adapters: as `check_by_token` does.
     """
-    if not model.training or torch.compiler.is_compiling():
+    if "peft" in sys.modules:  # else there is no adapter
+        from utils.adapters import check_by_token
+
+        check_by_token(model)
+    if not model.training or model.get_group().size() == 1 or torch.compiler.is_compiling():
         return
     for name, module in model.named_modules():
         is_dropout = isinstance(module, nn.Dropout)

@@ -21,7 +21,6 @@ from utils.llama import (
     guard,
     mixed_in,
     next_tokens,
-    refuse_adapters_across_tokens,
     rope_of,
 )
 from utils.losses import cross_entropy
@@ -35,10 +34,9 @@ def convert_attention(model, mixin, group, name, attend):
     name: of `attend` in transformers' list. `model.original_settings` keeps the configurations,
     which other models may share. Weights may be `keep_shard`'s slices. Raises ValueError as
     `check_ordinary` and `refuse_own_loss` do, and UserError for RoPE that depends on the length of
-    the sequence. For adapters that are not right the first forward raises ValueError, see
-    `check_by_token`.
+    the sequence. A forward raises ValueError as `refuse_across_tokens` does.
     """
-    from utils.refusals import check_ordinary, refuse_dropout_of_tokens, refuse_own_loss
+    from utils.refusals import check_ordinary, refuse_across_tokens, refuse_own_loss
 
     check_ordinary(model)
     if not hasattr(model, "sum_of_losses"):  # Task 2's split vocabulary sets it
@@ -57,9 +55,7 @@ def convert_attention(model, mixin, group, name, attend):
             module.config = config
     for layer in model.model.layers:
         layer.self_attn.get_group = getter(group)
-    guard(model, refuse_adapters_across_tokens)
-    if group.size() > 1:
-        guard(model, refuse_dropout_of_tokens)
+    guard(model, refuse_across_tokens)
     expect_same_batches(model, group)
     model.__class__, model.get_group = mixed_in(mixin, type(model)), getter(group)
     model.sequence_parts, model.pad_multiple = group.size(), 1  # see `SequenceParallelLlama.padded`
