@@ -232,6 +232,10 @@ BUGS = {
         "shared_batches", 2, "sequence.py", "check_forward(self, given |", "dict(given |",
         "not refused: have different batches",
     ),
+    "DDP over ranks that share batches": (
+        "shared_batches", 2, "training_guards.py", "if len(both) > 1:", "if False:",
+        "not refused: which share each batch",
+    ),
     "DDP takes a part of a split model": (
         "shared_batches", 2, "agreement.py", "model.model.batch_groups = model.batch_groups",
         "pass", "not refused: which share each batch",
@@ -350,6 +354,10 @@ BUGS = {
     ),
     "a full disk is rank 0's alone": (
         "wrong_use", 2, "full_model.py", "if said[0]:", "if error:", "not refused: ",
+    ),
+    "autocast's attention takes float32": (
+        "autocast Ulysses", 2, "sequence.py", "if torch.is_autocast_enabled(device_type) and",
+        "if False and", "",
     ),
     "attention is run again": (
         "recompute Ulysses", 2, "kernels.py",

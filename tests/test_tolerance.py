@@ -20,6 +20,7 @@ from harness.model_checks import model_step, plain_loss
 from harness.tolerance import independent_roundings, judge, measure, worst_relative
 from harness.wider import widen
 from loading.models import Source
+from planting import plant
 from utils.losses import token_losses
 
 DTYPES = torch.float32, torch.bfloat16
@@ -399,3 +400,15 @@ def test_half_precision_sums_round_once(nproc, tmp_path):
     (tmp_path / "sums.py").write_text(SUMS.format(tasks=str(launch.TASKS)))
     result = launch.ranks(tmp_path / "sums.py", nproc=nproc, folder=tmp_path)
     assert result.code == 0 and result.out.count("summed") == nproc, result.tail()
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [("or not PRECISE:", "or True:"), ("or not PRECISE:", "or False:")],
+    ids=["each time", "always once"],
+)
+def test_sums_that_round_otherwise(right, wrong, tmp_path):
+    plant(tmp_path / "tasks", "collectives.py", right, wrong)
+    (tmp_path / "sums.py").write_text(SUMS.format(tasks=str(tmp_path / "tasks")))
+    result = launch.ranks(tmp_path / "sums.py", nproc=3, folder=tmp_path)
+    assert result.code == 1 and "AssertionError" in result.err, result.tail()

@@ -96,9 +96,9 @@ def test_as_shown(bf16, nproc, tmp_path):
 
 @pytest.mark.stress
 def test_without_the_sum(tmp_path):
-    """Where gradients are not summed, the first step raises, on each rank."""
+    """Where gradients are not summed, the first clipping raises, on each rank."""
     result = run(tmp_path, 2, NO_SUM)
-    assert result.code == 1 and result.err.count("before the step\n") == 2, result.tail()
+    assert result.code == 1 and result.err.count("before the clipping\n") == 2, result.tail()
 
 
 @pytest.mark.stress

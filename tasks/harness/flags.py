@@ -187,6 +187,6 @@ def sides_of(P, outer, inner, rows=None, columns=None):
     columns = columns or (max(1, P // rows) if rows else 2 - P % 2)
     rows = rows or max(1, P // columns)
     if rows * columns != P:
-        raise UserError(f"--{outer} {rows} times --{inner} {columns} is not {P}, the number of "
-                        "ranks")  # fmt: skip
+        product = f"--{outer} {rows} times --{inner} {columns}"
+        raise UserError(f"{product} is not {P}, the number of ranks")
     return rows, columns

@@ -335,8 +335,8 @@ def measure_bytes(run, forward, layers, formula, exact=True):
     exact: whether the formula holds for this backend; else the numbers are printed, not checked.
     """
     result, pair = [], isinstance(formula, tuple)
-    both = [bytes_sent(run, lambda: result.append(forward())),
-            bytes_sent(run, lambda: result[0].sum().backward())]  # fmt: skip
+    of_forward = bytes_sent(run, lambda: result.append(forward()))
+    both = [of_forward, bytes_sent(run, lambda: result[0].sum().backward())]
     sent, wires = ([n and n / layers for n in numbers] for numbers in zip(*both, strict=True))
     said, wanted = (
         " and ".join(f"{n:,.0f}" for n in numbers)

@@ -52,8 +52,8 @@ def check_prompt(model):
             config = getattr(prompted, "active_peft_config", None)
             peft_type = config.peft_type.value if config and config.is_prompt_learning else None
             if peft_type and peft_type not in VIRTUAL_TOKENS:
-                raise ValueError(f"{peft_type}: of PEFT's prompts only virtual tokens are right "
-                                 f"here: {', '.join(VIRTUAL_TOKENS)}")  # fmt: skip
+                right = ", ".join(VIRTUAL_TOKENS)
+                raise ValueError(f"{peft_type}: of PEFT's prompts only {right} are right here")
             if peft_type:
                 PROMPTED[model] = weakref.ref(prompted)
         frame = frame.f_back
@@ -62,14 +62,16 @@ def check_prompt(model):
 def check_by_token(model):
     """Raise ValueError for adapters not in `KNOWN_ADAPTERS`, and as `check_prompt` does."""
     if unknown := adapters_of(model) - KNOWN_ADAPTERS:
-        raise ValueError(f"{', '.join(sorted(unknown))}: adapters that are not known to treat each "
-                         "token alone, as a split sequence needs it")  # fmt: skip
+        names = ", ".join(sorted(unknown))
+        raise ValueError(f"{names}: adapters that are not known to treat each token alone")
     check_prompt(model)
 
 
 def refuse_adapters(model):
     """Raise ValueError for adapters (slices of weights take none), and as `check_prompt` does."""
     if names := adapters_of(model):
-        raise ValueError(f"{', '.join(sorted(names))}: PEFT's adapters do not know of slices of "
-                         "weights; use them with sequence parallelism alone")  # fmt: skip
+        raise ValueError(
+            f"{', '.join(sorted(names))}: PEFT's adapters do not know of slices of weights; use "
+            "them with sequence parallelism alone"
+        )
     check_prompt(model)

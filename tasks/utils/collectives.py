@@ -105,8 +105,9 @@ def gather_shares(x, dim, size, group):
 def group_of_axis(mesh):
     """Return the process group of a DeviceMesh of one axis; raise ValueError for several axes."""
     if mesh.ndim != 1:
-        raise ValueError(f"a mesh of {mesh.ndim} axes, {mesh.mesh_dim_names}: give one of them, as "
-                         "in mesh[name]")  # fmt: skip
+        raise ValueError(
+            f"a mesh of {mesh.ndim} axes, {mesh.mesh_dim_names}: give mesh[one of them]"
+        )
     return mesh.get_group()
 
 

@@ -19,8 +19,8 @@ def check_mesh(tensors, group):
         if isinstance(tensor, DTensor):
             shared = ranks.intersection(tensor.device_mesh.mesh.flatten().tolist())
             if len(shared) > 1:
-                raise ValueError(f"DTensors whose mesh has several of these ranks, {shared}: their "
-                                 "gradients are summed by DTensor or FSDP2 itself")  # fmt: skip
+                said = f"DTensors whose mesh has several of these ranks, {shared}"
+                raise ValueError(f"{said}: their gradients are summed by DTensor or FSDP2 itself")
 
 
 @contextmanager

@@ -148,10 +148,11 @@ def refuse_across_tokens(model):
         check_by_token(model)
     if not model.training or model.get_group().size() == 1 or torch.compiler.is_compiling():
         return
-    for name, module in model.named_modules():
+    for module in model.modules():
         is_dropout = isinstance(module, nn.Dropout)
         rate = module.p if is_dropout else getattr(module, "residual_dropout", 0)
         if module.training and rate:
+            name = next(name for name, one in model.named_modules() if one is module)
             raise ValueError(
                 f"dropout {rate} of {name} in training: ranks would drop the same of different "
                 "tokens"

@@ -84,8 +84,9 @@ def refuse_additions(tensor):
         if owner().grad is summed() and hasattr(owner().grad, "summed") and not sum_is_there:
             del owner().grad.summed  # zeroed before: now a new gradient
         if sum_is_there:
-            raise ValueError("a backward has added to gradients that are sums over ranks: call "
-                             "sum_gradients after the last backward, and zero_grad before the next "
-                             "step")  # fmt: skip
+            raise ValueError(
+                "a backward has added to gradients that are sums over ranks: call sum_gradients "
+                "after the last backward, and zero_grad before the next step"
+            )
 
     hooks = [tensor.register_hook(before), tensor.register_post_accumulate_grad_hook(after_adding)]

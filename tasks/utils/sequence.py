@@ -106,8 +106,8 @@ def as_attention_takes(*tensors):
 def check_window(window, length):
     """Raise UserError for a sequence longer than a sliding window: some tokens do not see all."""
     if window is not None and length > window:
-        raise UserError(f"sliding_window {window}: sequences of {length} tokens are longer, which "
-                        "sequence parallelism does not take")  # fmt: skip
+        said = f"sliding_window {window}: not for {length} tokens under sequence parallelism"
+        raise UserError(said)
 
 
 def documents_of(position_ids):

@@ -333,10 +333,14 @@ def recompute(name, split, step_of, ids, folder):
     expected = {key: grad.clone() for key, grad in gradients(model).items()}
     layers, counted = len(model.model.layers), {}
     keep = partial(create_selective_checkpoint_contexts, ATTENTION_OPS)
-    for kind, how in (("no", None), ("all", {}), ("selective", {"context_fn": keep})):
+    for kind, how in (
+        ("no", None), ("reentrant", {"use_reentrant": True}), ("by default", {}),
+        ("all", {"use_reentrant": False}),
+        ("selective", {"use_reentrant": False, "context_fn": keep}),
+    ):  # fmt: skip
         model.zero_grad()
         if how is not None:
-            model.gradient_checkpointing_enable({"use_reentrant": False, **how})
+            model.gradient_checkpointing_enable(how or None)
         with Calls() as counted[kind]:
             step_of(model, ids)
         for key, grad in gradients(model).items():
