@@ -9,10 +9,10 @@ step, in bytes; the weights are W bytes:
     by-hand     W           W           2 W             2 (P-1)/P W, after the backward
     ddp         W           W           2 W             2 (P-1)/P W, during the backward
     zero1       W           W           2 W / P         3 (P-1)/P W; each state on one rank
-    fsdp2       W / P       W / P       2 W / P         3 (P-1)/P W; a layer whole while it runs
+    fsdp2       W / P       W / P       2 W / P         3 (P-1)/P W; a full layer while it runs
 
 (PyTorch's ZeRO-1 sums all gradients on all ranks; the paper's scatters the sums, and sends
-2 (P-1)/P W. FSDP2's embedding, last norm and head stay whole from the forward to the backward, so
+2 (P-1)/P W. FSDP2's embedding, last norm and head stay full from the forward to the backward, so
 they are sent twice, not three times. DDP: arXiv 2006.15704, section 3. ZeRO: arXiv 1910.02054,
 section 5. FSDP: arXiv 2304.11277.)
 
@@ -175,7 +175,7 @@ def shard_fully(model, mesh, by_layer=True):
     """Split a model by FSDP2, in place, so that each rank has slices; also on device meta.
 
     A unit's parameters are gathered while it runs. by_layer: each layer is a unit, and the rest of
-    the model another. If not, the model is one unit, and is whole during the step: see
+    the model another. If not, the model is one unit, and is full during the step: see
     `harness.numbers_at_peak`.
     """
     if by_layer:
@@ -214,7 +214,7 @@ class DataParallelModel:
     def logits(self, ids, mask):
         logits = self.called(input_ids=ids, attention_mask=mask, use_cache=False).logits
         if self.strategy == "fsdp2":
-            self.model.reshard()  # else embedding and head stay whole until a backward
+            self.model.reshard()  # else embedding and head stay full until a backward
         return logits
 
     def optimizer(self, parameters, optimizer_class=torch.optim.SGD, **settings):

@@ -2,7 +2,7 @@
 
 The mesh has P = dp x tp ranks. The ranks of a row share a model, split by a DTensor plan; the ranks
 of a column hold the same part of the model, and take different texts. Along tp, hidden states
-between blocks, which Task 3's plan keeps whole, are split by tokens (Megatron's sequence
+between blocks, which Task 3's plan keeps full, are split by tokens (Megatron's sequence
 parallelism, arXiv 2205.05198). Here is what both plans hold and send (forward; backward):
 
                             Task 3's plan               this plan
@@ -154,7 +154,7 @@ def parallelize_2d(model, mesh, replicate=False):
 
     The plan splits it over tp, and FSDP2 over dp, unless dp is 1 or `replicate` is set. Works on a
     model without memory (device meta), too. Its logits are DTensors, split over the vocabulary. Its
-    forward takes whole ids. It raises ValueError for what `see_whole_sequence` refuses, and for
+    forward takes full ids. It raises ValueError for what `see_whole_sequence` refuses, and for
     labels: `forward_backward` takes them, and sums the gradients.
     Raises UserError for more ranks along tp than query heads or vocabulary entries, ValueError for
     a model that is split already, or has norms of heads or, with tp > 1, a sliding window.

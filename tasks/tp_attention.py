@@ -18,7 +18,7 @@ groups, or, if there are too few, split a group. Here N = 8, K = 4 (q0 q1 use k0
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 2 tasks/tp_attention.py
 
-compares output, input gradient and weight gradients with the whole layer's on rank 0, at the
+compares output, input gradient and weight gradients with the full layer's on rank 0, at the
 assignment's size (1 x 128 x 4096), at Llama-3.2-1B's, and on layer 0 of --model. First it runs the
 test of the assignment's template: causal, .sum().backward(). Then it compares causal,
 bidirectional, and causal attention with left padding, with a random gradient of the output. Last

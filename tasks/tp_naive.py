@@ -85,7 +85,7 @@ def backward_by_rows(dy, x, w_rows, group):
 
 
 class TwoLayers(nn.Module):
-    """fc2(fc1(x)), whole, as on one rank."""
+    """fc2(fc1(x)), with full weights, as on one rank."""
 
     def __init__(self, size, hidden_size, bias=False):
         super().__init__()

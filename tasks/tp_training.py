@@ -5,9 +5,9 @@ padded batch, each compared with the unmodified model on one rank. Task 2's two 
 at a time and together. (The tutorial's product and two layers are in tp_naive.py.)
 
                             TP              loss parallel   both
-    attention, MLP          1/P on a rank   whole           1/P
-    embedding, LM head      whole           1/P             1/P
-    logits, their gradient  whole           1/P             1/P
+    attention, MLP          1/P on a rank   full            1/P
+    embedding, LM head      full            1/P             1/P
+    logits, their gradient  full            1/P             1/P
     sent: f, g of a block   yes             no              yes
     sent: the vocabulary's  no              yes             yes
 
@@ -37,13 +37,13 @@ from utils.shards import refuse_on_slices
 
 
 def split_loss_alone(model, mesh):
-    """Split the vocabulary alone (loss parallel): each rank has the same, whole layers."""
+    """Split the vocabulary alone (loss parallel): each rank has the same, full layers."""
     refuse_on_slices(model)
     split_vocabulary(model, group_of_axis(mesh))
 
 
 VOCABULARY, LAYERS = ("embed_tokens", "lm_head"), ("self_attn", "mlp")
-SPLITS = {  # {name: (what splits a LlamaForCausalLM in place, what stays whole)}
+SPLITS = {  # {name: (what splits a LlamaForCausalLM in place, what stays full)}
     "TP": (partial(tensor_parallelize, vocab_parallel=False), VOCABULARY),
     "loss parallel": (split_loss_alone, LAYERS),
     "TP + loss parallel": (tensor_parallelize, ()),

@@ -181,7 +181,7 @@ def to_tokens(output, group, heads, S):
 def sequence_parallelize(model, mesh):
     """Make a LlamaForCausalLM sequence-parallel in place, over the ranks of `mesh`, of one axis.
 
-    Weights stay whole on all ranks. The model is used as before (see `SequenceParallelLlama`), but
+    All ranks keep full weights. The model is used as before (see `SequenceParallelLlama`), but
     a rank's gradients of weights and `inputs_embeds`, of full shape, come from its own tokens only:
     call `sum_gradients` after the backward. Sequence length and batch size may be any; query heads,
     KV heads and tokens that do not divide by the ranks are dealt out unevenly.

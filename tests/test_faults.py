@@ -337,8 +337,7 @@ def test_one_does_not_start(tmp_path):
     joined = "join_store() if world_size > 1 else (dist.HashStore(), 0)\n"
     hang = "    __import__('time').sleep(60 * rank)\n"
     plant(tmp_path, "job.py", joined, joined + hang)
-    file = tmp_path / "harness" / "environment.py"
-    file.write_text(file.read_text().replace("START_S = 120", "START_S = 3"))
+    plant(tmp_path, "environment.py", "START_S = 120", "START_S = 3")
     args = ["--timeout", 3]
     result = launch.ranks(tmp_path / f"{FIRST}.py", *args, nproc=2, folder=tmp_path)
     result.assert_refused("rank 1 did not start within 3 s")

@@ -1,6 +1,6 @@
 """Megatron's sequence parallelism (arXiv 2205.05198): beside tensor parallelism, norms by tokens.
 
-What Task 2 keeps whole on each rank between its blocks is split by tokens, along the same axis. An
+What Task 2 keeps full on each rank between its blocks is split by tokens, along the same axis. An
 all-reduce is a reduce-scatter and an all-gather; norms come in between. Below: forward; backward.
 
                             Task 2                      here

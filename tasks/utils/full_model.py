@@ -28,7 +28,7 @@ from utils.shards import full_shape_of, shard_of
 def parameters_of(model):
     """Return {name: parameter}, by the names that the model has without torch.compile's wrappers.
 
-    First reshards FSDP2's modules: a forward without a backward leaves the root's parameters whole.
+    First reshards FSDP2's modules: a forward without a backward leaves the root's parameters full.
     Raises ValueError as `refuse_lost_slices` does.
     """
     from utils.refusals import refuse_lost_slices

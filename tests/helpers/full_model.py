@@ -158,6 +158,8 @@ def techniques(P):
             for megatron_sp in False, True:
                 split = partial(parallelize_tp_sp, mesh=of_both, megatron_sp=megatron_sp)
                 found[f"TP x Ulysses, {megatron_sp}"] = split, summed(step, of_both["sp"])
+            split = partial(parallelize_tp_sp, mesh=of_both, sequence="ring")
+            found["TP x ring"] = split, summed(step, of_both["sp"])
         for replicate in False, True:
             split = partial(parallelize_2d, mesh=mesh, replicate=replicate)
             found[f"2-D, {shape}, {replicate}"] = split, partial(of_pretraining, mesh, replicate)
