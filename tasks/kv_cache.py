@@ -127,6 +127,7 @@ class DecodingStep:
     infinity. (Not bool: eager attention would add True and False as 1 and 0.)
     """
 
+    @torch.no_grad()
     def __init__(self, model, ids, mask, new_tokens, choose, cache):
         """Run `generate`'s first step: the forward of the prompt, which gives the first new token.
 

@@ -689,6 +689,8 @@ def test_overview_of_a_gpu(tmp_path):
         "longest_hugging_face_peft": {"runs": [{"contender": "Hugging Face + PEFT", "found": 600}]},
         "step_262144": json.loads((launch.RECORDS / "gpu" / "step_262144.json").read_text()),
     }
+    cut = files["step_262144"] | {"extrapolated": True, "step_s": 700.4}
+    files["step_1048576_offload"] = cut
     for name, content in files.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(content))
     step, one, eight, longest, long, longer = gpu.overview(data, tmp_path)[2:8]
@@ -697,7 +699,7 @@ def test_overview_of_a_gpu(tmp_path):
     assert "| 1.00 ms | 18.00 ms | 3.80 ms | 0.50 ms | `make gpu STEP=3`" in one and "8 |" in eight
     assert "| 10,240 (ours) | 600 (Hugging Face + PEFT) |" in longest
     assert "| 68 s, 24.0 GiB | - | - | 16 s, of attention alone |" in long
-    assert "| not run | - | - | not run |" in longer
+    assert "| 700 s, extrapolated (--offload) | - | - | 16 s" in longer
 
 
 def test_smollm2_of_make_gpu(tmp_path, monkeypatch, capfd):

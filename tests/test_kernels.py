@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import LlamaConfig, LlamaForCausalLM, modeling_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -199,6 +200,9 @@ def test_hugging_faces_attention(right, monkeypatch):
     finally:
         torch.backends.cuda.enable_cudnn_sdp(True)
     assert allowed == [right]
+    with sdpa_kernel(SDPBackend.MATH):  # chosen by a caller
+        attention.sdpa(before, module, q, k, v, None, scaling=D**-0.5)
+    assert allowed == [right, False]
     assert torch.equal(o, sdpa_attention_forward(module, q, k, v, None, scaling=D**-0.5)[0])
 
 
@@ -253,6 +257,11 @@ def test_cudnn(lengths, low):
     q, k, v, grad = (t.double() for t in (q, k, v, grad))
     exact = plain(q, k, v, causal, None)
     exact += tuple(plain_backward(grad, q, k, v, *exact, causal, None))
+    if low:  # what is the same for all keys takes no part: no gradient, and a part of each lse
+        assert (results[2][..., 0].abs() < 1).all() and (exact[2][..., 0].abs() < 1e-9).all()
+        results, exact = (
+            (o, lse + 120, dq[..., 1:], *others) for o, lse, dq, *others in (results, exact)
+        )
     assert_near(results, exact, BF16)
 
 

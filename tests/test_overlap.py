@@ -49,7 +49,8 @@ def test_kernels_beside():
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-def test_on_a_gpu(odd_llama, tmp_path):
+def test_on_a_gpu(odd_llama):
     """On one rank of NCCL, whose sums run on a stream of their own: the same bits."""
-    result = overlap(tmp_path, odd_llama, 1, "bfloat16")
-    assert result.code == 0 and "Tests passed" in result.out, result.tail()
+    args = launch.HELPERS / "overlap.py", launch.TASKS, odd_llama, "bfloat16"
+    result = launch.torchrun(*args, nproc=1, env=launch.ONE_GPU)
+    assert result.code == 0 and "Tests passed, on cuda" in result.out, result.tail()

@@ -5,14 +5,15 @@ without; on GPUs Ulysses and the ring, too.
 
 Both models of Task 2 have the same weights, and must give the same, on a CPU to the bit. On GPUs
 one step of each technique is recorded as well: for how much of the time of NCCL's kernels other
-kernels ran. (Of ranks that share one GPU this shows the order, not the speed.) On a CPU nothing
-overlaps: see utils/overlap.py.
+kernels ran. (Of ranks that share one GPU this shows the order, not the speed; by gloo, nothing.) On
+a CPU nothing overlaps: see utils/overlap.py.
 """
 
 import statistics
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from figures.bench.records import here_and_now
@@ -58,7 +59,7 @@ def measure(run, args):
     run.results |= here_and_now(run.device.type, run.world_size)
     run.results |= {"size": size, "backward_s": {name: laps[name]["backward"] for name in models}}
     found = run.results["beside"] = {}
-    if run.device.type == "cuda":
+    if dist.get_backend(mesh.get_group()) == "nccl":
         found |= {name: share_beside(of, ids) for name, of in models.items()}
         for name, split in {"Ulysses": sequence_parallelize, "ring": ring_parallelize}.items():
             found[name] = share_beside(run.load_model(partial(split, mesh=mesh)), ids)
@@ -70,8 +71,9 @@ def share_beside(model, ids):
     """Return NCCL's kernels' seconds in a step, and for how much of them other kernels ran, too.
 
     The step is forward and backward, without the sum of Ulysses' and the ring's gradients. The
-    times are of this rank's own kernels.
+    times are of this rank's own kernels. A first step, which is not recorded, makes connections.
     """
+    model(ids, labels=ids).loss.backward()
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as recorded:
         model(ids, labels=ids).loss.backward()

@@ -1,5 +1,7 @@
 """Which attention kernels a run uses on a GPU, also inside Hugging Face's models."""
 
+import threading
+from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -15,6 +17,7 @@ WITH_CUDNN = [
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 ]
+TURN = threading.RLock()
 NAMES = {"cudnn": "cuDNN", "plain": "matrix products"}
 
 
@@ -34,9 +37,14 @@ def sdpa(before, module, query, key, value, attention_mask, *args, is_causal=Non
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     attend = partial(before, module, query, key, value, attention_mask, *args, **kwargs)
     plain = not kwargs.get("dropout") and kwargs.get("position_bias") is None
-    if not plain or not cudnn_is_right(query, key, causal, attention_mask):
-        return attend(is_causal=is_causal)
-    with sdpa_kernel(WITH_CUDNN, set_priority=True):
+    compiling = torch.compiler.is_compiling()
+    # Where flash is off, a caller has chosen another kernel. (A graph cannot ask for it.)
+    chosen = not compiling and not torch.backends.cuda.flash_sdp_enabled()
+    right = plain and not chosen and cudnn_is_right(query, key, causal, attention_mask)
+    kernels = partial(sdpa_kernel, WITH_CUDNN, set_priority=True) if right else nullcontext
+    # The setting is the process's: threads of `pipeline_threads.py` take turns to call. (Compiled,
+    # a call has its kernel from when it was traced.)
+    with nullcontext() if compiling else TURN, kernels():
         return attend(is_causal=is_causal)
 
 
