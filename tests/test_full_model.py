@@ -59,6 +59,7 @@ def test_tied(nproc, tmp_path):
         "adapters",
         "loading",
         "saving",
+        "right_use",
     ],
 )
 def test_wrong_use(what, odd_llama, tmp_path):
@@ -221,7 +222,7 @@ BUGS = {
         "not refused: have different batches",
     ),
     "an evaluation hides the training's batches": (
-        "shared_batches", 2, "agreement.py", "if model.training in compared:", "if compared:",
+        "shared_batches", 2, "agreement.py", "and model.training in record.modes:", "and True:",
         "not refused: have different batches",
     ),
     "parts that are called alone compare nothing": (
@@ -245,32 +246,33 @@ BUGS = {
         "not refused: had different weights",
     ),
     "rows that were filled by chance are not seen": (
-        "shared_batches", 2, "agreement.py", "(flat[:ENDS], flat[-ENDS:])", "(flat[:ENDS],)",
+        "shared_batches", 2, "agreement.py", "[flat[:ENDS], flat[-ENDS:]]", "[flat[:ENDS]]",
         "not refused: have different values",
     ),
     "adapters of other seeds are not seen": (
-        "adapters", 2, "agreement.py", "if differ(replicas):", "if False:",
+        "adapters", 2, "agreement.py", "if unlike and not unsummed:", "if False:",
         "not refused: have different values",
     ),
     "a prompt is no part of the model": (
         "adapters", 2, "agreement.py", "(prompted or model)", "model", "not refused: ",
     ),
     "an adapter drops the same on each rank": (
-        "adapters", 2, "refusals.py", "if module.training and rate:", "if False:",
+        "adapters", 2, "refusals.py", "if module.training and rate and id(module) not in unused:",
+        "if False:",
         "not refused: would drop the same",
     ),
     "gradients that are not summed are not seen": (
         "shared_batches", 2, "agreement.py", "if unlike.any():", "if False:",
-        "not refused: call sum_gradients",
+        "call sum_gradients",
     ),
     "each rank clips by its own tokens": (
         "shared_batches", 2, "training_guards.py",
-        'patch_with_check(nn.utils, "clip_grad_norm_", check_clipping)', "pass",
+        'patch_with_check(nn.utils, "clip_grads_with_norm_", note_clipping)', "pass",
         "not refused: call sum_gradients",
     ),
     "slices of different weights are added up": (
         "of_slices", 2, "replicas.py", "if both := ranks_that_split(tensors, group):", "if False:",
-        "not refused: which split the weights",
+        "'which split the weights'|not refused: which split the weights",
     ),
     "a rank steps for other ranks' slices": (
         "of_slices", 2, "training_guards.py",
@@ -278,8 +280,41 @@ BUGS = {
         "not refused: ZeroRedundancyOptimizer",
     ),
     "ranks sample by unlike chance": (
-        "of_slices", 2, "agreement.py", "if not sampled or", "if sampled or",
+        "of_slices", 2, "agreement.py", "if not said or", "if True or",
         "not refused: have different random states",
+    ),
+    "sizes are the configuration's": (
+        "of_slices", 2, "refusals.py", "if last in sizes and", "if False and",
+        "not refused: has 60 rows",
+    ),
+    "one weight becomes two": (
+        "of_slices", 2, "refusals.py", "if other != name and {other, name} != tied:", "if False:",
+        "not refused: are one weight",
+    ),
+    "replicas of other seeds are not seen": (
+        "of_slices", 2, "agreement.py", "if unlike is not None:", "if False:",
+        "not refused: make replicas with one seed",
+    ),
+    "a copy is not known": (
+        "of_slices", 2, "agreement.py", "return SHARING_BATCHES.setdefault(model, Record())",
+        "return SHARING_BATCHES.get(model, Record())", "not refused: ",
+    ),
+    "a new gradient in an old tensor is an old one": (
+        "right_use", 2, "replicas.py", "if grad._version != version and", "if False and",
+        "these gradients are sums over these ranks already",
+    ),
+    "FSDP1's parts are weights": (
+        "right_use", 2, "agreement.py", "parameters = {} if fsdp1 else with_prompt(model)",
+        "parameters = with_prompt(model)", "Error",
+    ),
+    "a dropout that is not used is refused": (
+        "adapters", 2, "refusals.py",
+        "unused |= {id(one) for name, one in dropouts.items() if name not in active}", "pass",
+        "would drop the same",
+    ),
+    "shards of another axis are not compared": (
+        "on_two_axes", 4, "agreement.py", "device_mesh.mesh.flatten().tolist())) > 1",
+        "device_mesh.mesh.flatten().tolist())) > 0", "not refused: before the step",
     ),
     "a rank reads the first slice": (
         "loading", 2, "models.py", "file.get_slice(key)[shard or tuple(map(slice, shape))]",

@@ -1,15 +1,20 @@
 """What ranks that share each batch must have alike, compared where a difference would go unseen.
 
-Each comparison takes a message, so each is made once. All ranks of a group raise together. Shapes
-as in `utils/__init__.py`.
+Ranks compare in a model's forwards, because all of them run these: in the first in training and the
+first in evaluation, and in the 1st, 2nd, 4th, 8th, ... of all. So messages are few, and no rank
+waits for one that does not come. What optimizers and clipping do between forwards is noted, and
+compared in the next of these forwards. All ranks of a group raise together. Shapes as in
+`utils/__init__.py`.
 """
 
 import hashlib
 import math
 import weakref
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
@@ -19,26 +24,62 @@ from utils.gradients import local_part
 from utils.llama import PROMPTED, Guard
 from utils.shards import is_slice, shard_of
 
-# {model: None} of which several ranks work on one batch. In order, which is the same on all ranks.
-SHARING_BATCHES = weakref.WeakKeyDictionary()
-FIRST_STEP_DONE = weakref.WeakSet()  # optimizers
-CLIPPED = weakref.WeakSet()  # models
 ENDS = 32  # of each weight, so many numbers at its beginning and end are compared
+UNLIKE = 1e-2  # beyond this share, values that should be the same are not so by rounding
 
 
-# ---------------------------------------------------------------- batches and weights, in a forward
+@dataclass
+class Record:
+    """What is known of a model. shapes: of its parameters in a forward, by name."""
+
+    forwards: int = 0
+    last: weakref.ref | None = None  # the last forward's first tensor
+    modes: set = field(default_factory=set)
+    shapes: dict = field(default_factory=dict)
+    noted: dict = field(default_factory=lambda: {"step": {}, "clipping": {}})  # {name: a norm}
+
+
+# Of models of which several ranks work on one batch. In order, which is the same on all ranks.
+SHARING_BATCHES = weakref.WeakKeyDictionary()  # {model: Record}; a deep copy has its own
+STEPS = weakref.WeakKeyDictionary()  # {optimizer: how many steps}
+CALLS = {}  # {what is called, over which ranks: how often}
+
+
+def is_due(count):
+    """Tell whether a count is 1, 2, 4, 8, ..."""
+    return count & (count - 1) == 0
+
+
+def is_due_again(*key):
+    """Count a call; tell whether it is the 1st, 2nd, 4th, ..."""
+    CALLS[key] = CALLS.get(key, 0) + 1
+    return is_due(CALLS[key])
+
+
+# ---------------------------------------------------------------- in a forward
 
 
 class BatchGuard(Guard):
-    """A pre-hook with keyword arguments that calls check(model, arguments).
+    """A pre-hook with keyword arguments, of a model and of its part, that calls `check_forward`.
 
-    If tokens are split, the model's own forward calls the check: its parts get a rank's own tokens.
+    If tokens are split, the model's own forward calls it: its part gets a rank's own tokens.
     """
 
     def __call__(self, part, args, kwargs):
         model = self.model() or part
-        if not hasattr(model, "sequence_parts"):
-            self.check(model, {**dict(enumerate(args)), **kwargs})
+        if torch.compiler.is_compiling() or hasattr(model, "sequence_parts"):
+            return
+        given = {**dict(enumerate(args)), **kwargs}
+        first = next(filter(torch.is_tensor, given.values()), None)
+        record = record_of(model)
+        if part is model or record.last is None or record.last() is not first:
+            check_forward(model, given)  # else the part gets what the model got
+        record.last = None if first is None else weakref.ref(first)
+
+
+def record_of(model):
+    """Return a model's Record. A deep copy of a model gets a new one in its first forward."""
+    return SHARING_BATCHES.setdefault(model, Record())
 
 
 def share_batches(model):
@@ -46,54 +87,70 @@ def share_batches(model):
     if not hasattr(model, "row_at_split"):  # not split over another axis before
         model.row_at_split = first_row(model.model.layers[0].mlp.down_proj.weight)
         for part in model, model.model:  # PEFT, or a user, may call only one of them with its hooks
-            part.register_forward_pre_hook(BatchGuard(model, check_forward), with_kwargs=True)
+            part.register_forward_pre_hook(BatchGuard(model, None), with_kwargs=True)
     model.model.batch_groups = model.batch_groups  # DDP may get this part alone
-    SHARING_BATCHES[model] = None
+    record_of(model)
 
 
 def check_forward(model, given):
-    """Raise ValueError, on all ranks, if ranks that share a batch have unlike ones.
+    """Compare, in some forwards, what ranks that share a batch must have alike.
 
-    Compares token ids, labels and masks, in the first forward in training and the first one in
-    evaluation: a sampler for data parallelism gives each rank other rows. In the first of all it
-    also compares weights, see `hash_of_start` and `hash_of_replicas`. given: {name: argument}.
+    Token ids, labels and masks: a sampler for data parallelism gives each rank other rows. Weights:
+    see `hash_of_start` and `unlike_weights`. Gradients: see `check_noted`. given: the forward's
+    arguments by name. Raises ValueError, on all ranks, for what is unlike.
     """
-    if torch.compiler.is_compiling():
-        return
-    compared = vars(model).get("compared_modes", ())
-    if model.training in compared:
-        return
     tensors = {key: x for key, x in given.items() if type(x) is torch.Tensor}
-    if not tensors or any(x.is_meta for x in tensors.values()) or is_capturing():
+    if torch.compiler.is_compiling() or not tensors or is_capturing():
         return
-    model.compared_modes = *compared, model.training
-    SHARING_BATCHES[model] = None  # it may be a copy of the one that was split
+    if any(x.is_meta for x in tensors.values()):
+        return
+    record = record_of(model)
+    record.forwards += 1
+    if not is_due(record.forwards) and model.training in record.modes:
+        return
+    record.modes.add(model.training)
     # (Masks of S x S are left out: they may be most of the memory.)
     whole = {k: x for k, x in tensors.items() if x.dim() <= 2 and not x.is_floating_point()}
     shapes = [(key, list(x.shape)) for key, x in tensors.items()]
-    batch, start = hash_of([str(shapes), *whole.values()]), hash_of_start(model)
-    found = []
+    batch = hash_of([str(shapes), *whole.values()])
+    # FSDP1 shows its parts as if they were weights: with it, batches alone are compared.
+    fsdp1 = any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
+    parameters = {} if fsdp1 else with_prompt(model)
+    record.shapes = {name: p.shape for name, p in parameters.items()}
+    start = hash_of_start(model) if parameters and record.forwards == 1 else math.nan
+    groups = [get_group() for get_group in model.batch_groups]
     # All messages before any error, or ranks of the next group would wait for those that raised.
-    for group in [get_group() for get_group in model.batch_groups]:
-        weights = [math.nan] * 2 if compared else [start, hash_of_replicas(model, group)]
-        ranks = dist.get_process_group_ranks(group)
-        found.append((ranks, *gather_numbers([batch, *weights], group).unbind(1)))
-    for ranks, batches, starts, replicas in found:
-        if differ(batches):
-            raise ValueError(
-                f"ranks {ranks} have different batches, and split one model or its tokens: give "
-                "them the same, and let a sampler deal out rows to replicas only"
-            )
-        if differ(starts):
-            raise ValueError(
-                f"ranks {ranks} had different weights when the model was split: make it with one "
-                "seed on all ranks, or load it"
-            )
-        if differ(replicas):
-            raise ValueError(
-                f"ranks {ranks} have different values of weights that each of them has: make the "
-                "model, its adapters and its prompt with one seed on all ranks, or load them"
-            )
+    given = model, parameters, batch, start
+    errors = [error_in(group, *given) for group in groups if group.size() > 1]
+    if any(errors):
+        raise ValueError(next(filter(None, errors)))
+
+
+def error_in(group, model, parameters, batch, start):
+    """Compare over the ranks of a group; return what is unlike, in words, or None."""
+    ranks = dist.get_process_group_ranks(group)
+    alike = weights_alike(parameters, splits_tokens(model, group))
+    names = hash_of([str([(name, list(p.shape)) for name, p in alike.items()])])
+    batches, starts, all_names = gather_numbers([batch, start, names], group).unbind(1)
+    if differ(all_names):
+        return f"ranks {ranks} have different models, or adapters"
+    unlike, unsummed = unlike_weights(alike, group), check_noted(model, group)
+    if differ(batches):
+        return (
+            f"ranks {ranks} have different batches, and split one model or its tokens: give them "
+            "the same, and let a sampler deal out rows to replicas only"
+        )
+    if differ(starts):
+        return (
+            f"ranks {ranks} had different weights when the model was split: make it with one seed "
+            "on all ranks, or load it"
+        )
+    if unlike and not unsummed:  # else it is what came of it
+        return (
+            f"ranks {ranks} have different values of {unlike}, which each of them has: make the "
+            "model, its adapters and its prompt with one seed on all ranks, or load them"
+        )
+    return unsummed
 
 
 def differ(numbers):
@@ -110,6 +167,9 @@ def hash_of(parts):
     return int.from_bytes(digest.digest()[:6], "big")  # a float64 has 53 bits
 
 
+# ---------------------------------------------------------------- weights
+
+
 def first_row(weight):
     """Return a copy, on the CPU, of a full weight's first row; None for any other weight."""
     full = not (weight.is_meta or is_slice(weight) or isinstance(weight, DTensor))
@@ -122,7 +182,7 @@ def hash_of_start(model):
     What was loaded is seen in the row that was kept: this rank's part of it is another one.
     """
     weight, row = model.model.layers[0].mlp.down_proj.weight, model.row_at_split
-    if row is None or weight.is_meta:
+    if row is None or weight.is_meta or weight.dim() != 2:
         return math.nan
     (rows, columns), local = shard_of(weight), local_part(weight.detach())
     if rows.start or not len(local) or not local[0].cpu().to(row.dtype).equal(row[columns]):
@@ -130,24 +190,37 @@ def hash_of_start(model):
     return hash_of([row.double()])
 
 
-def hash_of_replicas(model, group):
-    """Return a number that stands for the weights of which each rank of `group` has the same part.
+def weights_alike(parameters, of_tokens):
+    """Return those of {name: parameter} of which each rank of a group has the same part.
 
-    They are all weights where the group splits the tokens; else those that are not split. A
-    weight's beginning and end stand for it. DTensors are left out: PyTorch made them alike. So is
-    FSDP1, which shows its parts as if they were the weights; then it is NaN.
+    They are all where the group splits the tokens (of_tokens); else those that are not split.
+    DTensors are left out: PyTorch made them alike.
     """
-    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
-        return math.nan
-    of_tokens = splits_tokens(model, group)
-    ends = [torch.zeros(1, dtype=torch.float64, device=model.device)]
-    for name, parameter in with_prompt(model).items():
+    return {
+        name: parameter
+        for name, parameter in parameters.items()
         # (Where weights are split, rank 0 alone adds the bias behind a sum.)
-        alike = of_tokens or not (is_slice(parameter) or name.endswith(".bias"))
-        if alike and not isinstance(parameter, DTensor) and not parameter.is_meta:
-            flat = parameter.detach().reshape(-1)
-            ends += [end.to(ends[0]) for end in (flat[:ENDS], flat[-ENDS:])]
-    return hash_of([torch.cat(ends)])
+        if of_tokens or not (is_slice(parameter) or name.endswith(".bias"))
+        if not isinstance(parameter, DTensor) and not parameter.is_meta
+    }
+
+
+def unlike_weights(named, group):
+    """Return the first name of a parameter whose values differ between ranks, or None.
+
+    A parameter's beginning and end stand for it. Ranks may have rounded differently.
+    """
+    pieces = [torch.zeros(0, dtype=torch.float64)]
+    for parameter in named.values():
+        flat = local_part(parameter.detach()).reshape(-1)
+        pieces.append(torch.cat([flat[:ENDS], flat[-ENDS:]]).to("cpu", torch.float64))
+    found = gather_numbers(torch.cat(pieces), group)
+    parts = found.split([len(piece) for piece in pieces[1:]], dim=1)
+    for name, part in zip(named, parts, strict=True):
+        spread = part.amax(0) - part.amin(0)
+        if part.numel() and part.isfinite().all() and spread.max() > UNLIKE * part.abs().max():
+            return name
+    return None
 
 
 def splits_tokens(model, group):
@@ -162,58 +235,94 @@ def with_prompt(model):
     return dict((prompted or model).named_parameters())
 
 
+def check_replicas(tensors, group):
+    """Raise ValueError, on all ranks, for parameters that replicas of a model do not have alike.
+
+    In the first call over these ranks, the second, fourth, eighth, ...
+    """
+    if is_capturing() or not is_due_again("sums", *dist.get_process_group_ranks(group)):
+        return
+    named = {i: t for i, t in enumerate(tensors) if isinstance(t, nn.Parameter)}
+    unlike = unlike_weights(named, group)
+    if unlike is not None:
+        shape = list(named[unlike].shape)
+        raise ValueError(
+            f"ranks {dist.get_process_group_ranks(group)} have different values of parameter "
+            f"{unlike}, {shape}: make replicas with one seed on all ranks, or load them"
+        )
+
+
 # ---------------------------------------------------------------- gradients
 
 
-def check_first_sums(optimizer):
-    """Compare gradients in an optimizer's first step, see `check_sums`."""
-    parameters = [p for settings in optimizer.param_groups for p in settings["params"]]
-    if optimizer in FIRST_STEP_DONE or is_capturing():
+def note_step(optimizer):
+    """Note the gradients that an optimizer steps with, in its 1st, 2nd, 4th, ... step."""
+    STEPS[optimizer] = STEPS.get(optimizer, 0) + 1
+    if is_due(STEPS[optimizer]) and not is_capturing():
+        note([p for of in optimizer.param_groups for p in of["params"]], "step")
+
+
+def note_clipping(given):
+    """Note gradients that PyTorch clips. given: the arguments of one of its functions.
+
+    If they are a rank's own, each rank clips by another norm; a sum after that would hide it.
+    """
+    if torch.compiler.is_compiling() or is_capturing() or not is_due_again("clipping"):
         return
-    if any(type(p.grad) is torch.Tensor for p in parameters):
-        FIRST_STEP_DONE.add(optimizer)
-        check_sums(parameters, list(SHARING_BATCHES), "step")
+    tensors, clips = given["parameters"], 1.0
+    if "total_norm" in given:  # where it is small, nothing is clipped: somebody may only look at it
+        clips = (torch.as_tensor(given["total_norm"]) > given["max_norm"]).double()
+    note([tensors] if torch.is_tensor(tensors) else list(tensors), "clipping", clips)
 
 
-def check_clipping(given):
-    """Compare gradients when a model's are clipped for the first time, see `check_sums`.
+def note(parameters, before, clips=1.0):
+    """Remember norms of gradients that the ranks that split the tokens should have alike.
 
-    Each rank would clip by the norm of its own tokens' gradients, and a sum after that would hide
-    it. given: the arguments of PyTorch's `clip_grad_norm_`.
+    before: what comes next, in words. clips: 0 if nothing does, else 1. (A norm / 0 is infinite,
+    and is compared with none.)
     """
-    models = [model for model in SHARING_BATCHES if model not in CLIPPED]
-    if models and given["max_norm"] != math.inf and not is_capturing():
-        tensors = given["parameters"]
-        parameters = [tensors] if torch.is_tensor(tensors) else list(tensors)
-        CLIPPED.update(check_sums(parameters, models, "clipping"))
-
-
-def check_sums(parameters, models, before):
-    """Raise ValueError, on all ranks, if gradients differ between ranks that split the tokens.
-
-    Then their sum over these ranks was forgotten. Compares, by their norms, gradients that several
-    ranks have. Returns those of `models` that have some of the parameters. before: what comes next,
-    in words. (FSDP2 sums its gradients, which are DTensors, by itself.)
-    """
-    trained, compared = {id(p) for p in parameters if type(p.grad) is torch.Tensor}, []
-    for model in models:
-        named = with_prompt(model) if hasattr(model, "sequence_parts") else {}
-        if trained.isdisjoint(map(id, named.values())):
+    known = {id(p) for p in parameters if p.grad is not None}
+    for model, record in SHARING_BATCHES.items():
+        if not hasattr(model, "sequence_parts"):
             continue
-        compared.append(model)
-        norms = [norm_of(p).item() if id(p) in trained else math.nan for p in named.values()]
-        found = gather_numbers(norms, model.get_group())
+        ranks = {*dist.get_process_group_ranks(model.get_group())}
+        for name, p in with_prompt(model).items():
+            # FSDP1 shows its parts, of other shapes; FSDP2 has DTensors, and sums by itself.
+            if id(p) in known and p.shape == record.shapes.get(name) and not spread_over(p, ranks):
+                record.noted[before][name] = norm_of(p) / clips
+
+
+def spread_over(parameter, ranks):
+    """Tell whether a DTensor's mesh has several of these ranks."""
+    if not isinstance(parameter, DTensor):
+        return False
+    return len(ranks.intersection(parameter.device_mesh.mesh.flatten().tolist())) > 1
+
+
+def check_noted(model, group):
+    """Return which gradients differed between ranks that split the tokens, in words, or None.
+
+    Then their sum over these ranks was forgotten. Compares norms that were noted, of gradients that
+    several ranks have.
+    """
+    if not splits_tokens(model, group):
+        return None
+    record, error = record_of(model), None
+    for before, norms in record.noted.items():
+        local = [norms.get(name, math.nan) for name in record.shapes]
+        found = gather_numbers([float(norm) for norm in local], group)
         least = found.nan_to_num(math.inf, math.inf).amin(0)
         largest = found.nan_to_num(0.0, math.inf).amax(0)
         # (Sums by other means than `sum_gradients` may round differently on each rank.)
-        unlike = largest.isfinite() & (largest - least > 1e-2 * largest)
+        unlike = largest.isfinite() & (largest - least > UNLIKE * largest)
         if unlike.any():
-            name = list(named)[unlike.nonzero()[0].item()]
-            raise ValueError(
-                f"gradients of {name} differ between ranks, each of which has those of its own "
+            name = list(record.shapes)[unlike.nonzero()[0].item()]
+            error = error or (
+                f"gradients of {name} differed between ranks, each of which had those of its own "
                 f"tokens: call sum_gradients(model.parameters(), mesh) before the {before}"
             )
-    return compared
+        norms.clear()
+    return error
 
 
 def ranks_that_split(parameters, group):
@@ -241,16 +350,16 @@ def check_sampling(given):
 
     given: the arguments of Hugging Face's `generate`.
     """
-    model = given["self"]
-    config = given.get("generation_config") or model.generation_config
-    sampled = given.get("kwargs", {}).get("do_sample", getattr(config, "do_sample", False))
-    if not sampled or not hasattr(model, "batch_groups"):
+    model, config = given["self"], given.get("generation_config")
+    said = given.get("kwargs", {}).get("do_sample")
+    for settings in config, model.generation_config:  # the latter says what the former does not
+        said = getattr(settings, "do_sample", None) if said is None else said
+    if not said or not hasattr(model, "batch_groups"):
         return
     states = [torch.get_rng_state()]
     if model.device.type == "cuda":
         states.append(torch.cuda.get_rng_state(model.device))
-    for get_group in model.batch_groups:
-        group = get_group()
+    for group in (get_group() for get_group in model.batch_groups):
         if differ(gather_numbers([hash_of(states)], group).unbind(1)[0]):
             raise ValueError(
                 f"ranks {dist.get_process_group_ranks(group)} have different random states, and "
@@ -262,9 +371,9 @@ def check_sampling(given):
 
 
 def gather_numbers(numbers, group):
-    """Gather every rank's list of n numbers: (P, n), float64, on the CPU."""
+    """Gather every rank's n numbers: (P, n), float64, on the CPU."""
     device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
-    return all_gather(torch.tensor(numbers, dtype=torch.float64, device=device), group).cpu()
+    return all_gather(torch.as_tensor(numbers, dtype=torch.float64, device=device), group).cpu()
 
 
 def is_capturing():

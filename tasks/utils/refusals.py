@@ -58,16 +58,28 @@ def check_parts(name, module, parts, more=frozenset()):
 
 
 def check_layers(model):
-    """Raise ValueError for layers that do more with a weight than PyTorch's do: slices would not.
+    """Raise ValueError for layers of which slices would be wrong.
 
-    Gemma's embedding scales its rows; quantized layers keep other numbers than the weights.
+    Those that do more with a weight than PyTorch's do: Gemma's embedding scales its rows, quantized
+    layers keep other numbers than the weights. Those of other sizes than the configuration's, by
+    which slices are taken. And those that share a weight, beside a tied LM head.
     """
+    config, sizes = model.config, {}
+    sizes |= dict.fromkeys(("embed_tokens", "lm_head"), config.vocab_size)
+    sizes |= dict.fromkeys(("gate_proj", "up_proj"), config.intermediate_size)
+    names, tied = {}, {"model.embed_tokens.weight", "lm_head.weight"}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        other = names.setdefault(id(parameter), name)
+        if other != name and {other, name} != tied:
+            raise ValueError(f"{other} and {name} are one weight: slices of them would be two")
     for name, module in model.named_modules():
         last = name.rpartition(".")[2]
         expected = nn.Embedding if last == "embed_tokens" else nn.Linear
         if last in LINEAR | {"embed_tokens"} and type(module) is not expected:
             kind = type(module).__name__
             raise ValueError(f"{name} is a {kind}: slices are taken of an nn.{expected.__name__}")
+        if last in sizes and len(module.weight) != (rows := sizes[last]):
+            raise ValueError(f"{name} has {len(module.weight)} rows, the configuration says {rows}")
 
 
 def check_slices(model):
@@ -148,10 +160,15 @@ def refuse_across_tokens(model):
         check_by_token(model)
     if not model.training or model.get_group().size() == 1 or torch.compiler.is_compiling():
         return
+    unused = set()  # dropouts of adapters that are not active, or merged
     for module in model.modules():
-        is_dropout = isinstance(module, nn.Dropout)
-        rate = module.p if is_dropout else getattr(module, "residual_dropout", 0)
-        if module.training and rate:
+        active = () if getattr(module, "merged", False) else getattr(module, "active_adapters", ())
+        if isinstance(dropouts := getattr(module, "lora_dropout", None), nn.ModuleDict):
+            unused |= {id(one) for name, one in dropouts.items() if name not in active}
+        rate = (
+            module.p if isinstance(module, nn.Dropout) else getattr(module, "residual_dropout", 0)
+        )
+        if module.training and rate and id(module) not in unused:
             name = next(name for name, one in model.named_modules() if one is module)
             raise ValueError(
                 f"dropout {rate} of {name} in training: ranks would drop the same of different "

@@ -11,6 +11,8 @@ from torch.distributed.tensor import DTensor
 from utils.collectives import group_of_axis
 from utils.gradients import check_mesh, local_part, sum_in_place
 
+SAMPLES = 4  # of so many gradients a sample is kept, to know them again
+
 
 def sum_gradients(tensors, mesh, bucket_bytes=2**25):
     """All-reduce the gradients of replicated parameters over the ranks that split the tokens.
@@ -30,41 +32,61 @@ def sum_gradients(tensors, mesh, bucket_bytes=2**25):
         return
     tensors = [tensor for tensor in tensors if tensor.grad is not None]
     check_mesh(tensors, group)
-    refuse_sum_of_slices(tensors, group)
+    refuse_wrong_sums(tensors, group)
     ranks = tuple(dist.get_process_group_ranks(group))
     earlier = [summed_over(tensor.grad) for tensor in tensors]
     if any(ranks in others for others in earlier):
         raise ValueError("these gradients are sums over these ranks already")
     sum_in_place([tensor.grad for tensor in tensors], group, bucket_bytes)
-    for tensor, others in zip(tensors, earlier, strict=True):
+    for number, (tensor, others) in enumerate(zip(tensors, earlier, strict=True)):
         # FSDP2 calls no hooks: any change of a DTensor's gradient ends its mark, see `summed_over`.
-        hooked = tensor.is_leaf and tensor.requires_grad and not isinstance(tensor, DTensor)
-        tensor.grad.summed = None if hooked else tensor.grad._version, {ranks, *others}
+        sampled = number < SAMPLES and tensor.requires_grad and not isinstance(tensor, DTensor)
+        sample = sample_of(tensor.grad).clone() if sampled else None
+        tensor.grad.summed = tensor.grad._version, sample, {ranks, *others}
         if tensor.is_leaf and tensor.requires_grad:
             refuse_additions(tensor)
 
 
-def refuse_sum_of_slices(tensors, group):
-    """Raise ValueError for a sum over ranks that split the weights, whose gradients are right."""
-    from utils.agreement import ranks_that_split
+def refuse_wrong_sums(tensors, group):
+    """Raise ValueError for replicas that are not alike, and for ranks that split the weights.
+
+    The gradients of the latter are right as they are.
+    """
+    from utils.agreement import check_replicas, ranks_that_split
 
     if both := ranks_that_split(tensors, group):
         raise ValueError(
             f"sum_gradients over ranks {both}, which split the weights: their gradients are right "
             "as they are; sum over the axis that splits the tokens or the batch, if there is one"
         )
+    check_replicas(tensors, group)
 
 
 def summed_over(grad):
     """Return the sets of ranks over which a gradient is still the sum that `sum_gradients` made.
 
-    The gradient's mark is (version, these sets). With a version, the mark holds for this version of
-    the gradient alone; with None, it holds after changes, too, such as clipping.
+    The gradient's mark is (version, sample, these sets). It holds for this version of the gradient.
+    With a sample it also holds after changes that leave the sample's direction, such as clipping;
+    what other programs copy into the same tensor is a new gradient.
     """
-    version, ranks = getattr(grad, "summed", (None, set()))
-    if not ranks or version not in (None, grad._version) or not local_part(grad).any():
+    version, sample, ranks = getattr(grad, "summed", (None, None, set()))
+    if not ranks or not local_part(grad).any():
+        return set()
+    if grad._version != version and (sample is None or not parallel(sample, sample_of(grad))):
         return set()
     return ranks
+
+
+def sample_of(grad):
+    """Return a view of some of a gradient's numbers."""
+    flat = grad.detach().reshape(-1)
+    return flat[:: max(1, len(flat) // 256)]
+
+
+def parallel(one, other):
+    """Tell whether two vectors, not 0, have one direction."""
+    one, other = one.double(), other.double()
+    return bool(one @ other > (1 - 1e-3) * one.norm() * other.norm() > 0)
 
 
 def refuse_additions(tensor):

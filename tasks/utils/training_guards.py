@@ -4,6 +4,7 @@ This file is loaded when a model is split, not before.
 """
 
 import inspect
+import re
 import sys
 import weakref
 from collections.abc import Iterator
@@ -17,20 +18,21 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import GenerationMixin
 
 from utils.agreement import (
-    check_clipping,
-    check_first_sums,
+    STEPS,
     check_sampling,
+    is_due,
+    note_clipping,
+    note_step,
     ranks_that_split,
     share_batches,
 )
 from utils.shards import SLICES, is_slice
 
-# Optimizers whose step of an element depends on others of its tensor, or of all tensors.
-OF_MATRICES = {
-    "AdaLOMO", "AdaLomo", "Adafactor", "APOLLOAdamW", "CAME", "DAdaptAdaGrad", "DAdaptAdam",
-    "DAdaptSGD", "GaLoreAdafactor", "GaLoreAdamW", "GaLoreAdamW8bit", "LAMB", "LAMB8bit", "LARS",
-    "LARS8bit", "LBFGS", "Lamb", "Muon", "Prodigy", "SOAP", "Shampoo", "StableAdamW",
-}  # fmt: skip
+# In the names of optimizers whose step of an element depends on others of its tensor, or of all.
+OF_MATRICES = re.compile(
+    "Muon|Adafactor|LBFGS|Shampoo|SOAP|LAMB|Lamb|LARS|AdaLOMO|AdaLomo|APOLLO|CAME|DAdapt|GaLore|"
+    "Prodigy|StableAdamW"
+)
 SPLIT_MODELS = weakref.WeakSet()
 BEFORE_SPLIT = weakref.WeakValueDictionary()  # {id: parameter} of models, when they were split
 
@@ -66,7 +68,8 @@ def patch_with_check(owner, name, check):
 def guard_batches(model):
     """Refuse what is wrong where ranks share each batch; see `expect_same_batches`."""
     patch_with_check(DistributedDataParallel, "__init__", refuse_shared_batches)
-    patch_with_check(nn.utils, "clip_grad_norm_", check_clipping)
+    patch_with_check(nn.utils, "clip_grads_with_norm_", note_clipping)  # clip_grad_norm_ calls it
+    patch_with_check(nn.utils, "clip_grad_value_", note_clipping)
     patch_with_check(GenerationMixin, "generate", check_sampling)
     guard_optimizers()
     share_batches(model)
@@ -116,24 +119,24 @@ def check_optimizer(optimizer, *_):
     if torch.compiler.is_compiling():
         return
     parameters = optimized_by(optimizer)
-    check_first_sums(optimizer)
-    kinds = {base.__name__ for base in type(optimizer).__mro__}
+    note_step(optimizer)
+    kinds = [base.__name__ for base in type(optimizer).__mro__]
     if "ZeroRedundancyOptimizer" in kinds:
         refuse_shares(optimizer, parameters)
-    of_matrices = OF_MATRICES & kinds
-    if of_matrices and any(map(is_slice, parameters)):
+    if any(map(OF_MATRICES.search, kinds)) and any(map(is_slice, parameters)):
         raise ValueError(
-            f"{of_matrices.pop()}: its step needs full tensors, and each rank has slices only; use "
-            "AdamW or SGD, or split by tokens (Task 4, ring)"
+            f"{kinds[0]}: its step needs full tensors, and each rank has slices only; use AdamW or "
+            "SGD, or split by tokens (Task 4, ring)"
         )
-    without = [p for p in parameters if p.grad is None and BEFORE_SPLIT.get(id(p)) is p]
-    if without:
-        present = {id(p) for model in SPLIT_MODELS for p in model.parameters()}
-        if any(id(p) not in present for p in without):
-            raise ValueError(
-                "the optimizer has parameters from before the split, which nothing trains any "
-                "more: make it after the split"
-            )
+    if not is_due(STEPS[optimizer]):
+        return
+    of_split = [p for p in parameters if BEFORE_SPLIT.get(id(p)) is p]
+    present = {id(p) for model in SPLIT_MODELS for p in model.parameters()} if of_split else ()
+    if any(id(p) not in present for p in of_split):
+        raise ValueError(
+            "the optimizer has parameters from before the split, which nothing trains any more: "
+            "make it after the split"
+        )
 
 
 def refuse_shares(optimizer, parameters):

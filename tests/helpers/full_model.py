@@ -22,14 +22,15 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_ as imported_before
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 sys.path.insert(0, sys.argv[1])
 
@@ -46,6 +47,7 @@ from ring_attention import Ring, ring_attention, ring_parallelize
 from tp_llama import tensor_parallelize, vocab_parallel_cross_entropy
 from tp_ulysses import parallelize_tp_sp
 from ulysses_forward import causal_attention, sequence_parallelize, ulysses_attention
+from utils.agreement import CALLS
 from utils.full_model import clip_grad_norm_, full_state_dict, grad_norm, save_pretrained
 from utils.gradients import local_part
 from utils.kernels import ATTENTION_OPS
@@ -624,6 +626,12 @@ def optimizers(folder):
         split(model, mesh)
         model(input_ids=IDS, labels=IDS).loss.backward()
         refused(before.step, "from before the split")
+        before.zero_grad(set_to_none=False)
+        for parameter in before.param_groups[0]["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+        refused(
+            torch.optim.SGD(before.param_groups[0]["params"], 0.1).step, "from before the split"
+        )
         after = torch.optim.AdamW(model.parameters(), foreach=False)
         torch.compile(after.step, backend="eager")()
         model.lm_head.requires_grad_(False)  # frozen, or without a gradient: not from before
@@ -637,6 +645,8 @@ def optimizers(folder):
     refused(torch.optim.Muon(matrices).step, "Muon: its step needs full tensors")
     for of_matrices in torch.optim.Adafactor, transformers.Adafactor:
         refused(of_matrices(model.parameters()).step, "Adafactor: its step needs full tensors")
+    named = type("MuonWithAuxAdam", (torch.optim.SGD,), {})  # as in other packages
+    refused(named(model.parameters(), 0.1).step, "MuonWithAuxAdam: its step needs")
     refused(partial(torch.optim.LBFGS(model.parameters()).step, lambda: 0), "LBFGS: its step")
     # Of a model whose tokens are split, the weights are full.
     model, whole = sequence_parallelize(ordinary(), mesh), ordinary()
@@ -658,13 +668,16 @@ def shared_batches(folder):
             model = copy.deepcopy(model) if kept else model
             own = IDS + RANK
             refused(partial(model, input_ids=own), "have different batches")
-            model(input_ids=own, labels=own)  # in the first forward only, for it takes a message
+            model(IDS)
+            model(input_ids=own, labels=own)  # the third forward: it would take a message
+            refused(partial(model, input_ids=own), "have different batches")
         model = split(ordinary(), mesh)
         model(input_ids=IDS, attention_mask=torch.ones_like(IDS))
         model = split(ordinary(), mesh)
         refused(partial(model, IDS, labels=own), "have different batches")
         model = split(ordinary(), mesh)
-        model(IDS)
+        for _ in range(2):
+            model(IDS)
         refused(partial(model.eval(), own), "have different batches")
         model = split(ordinary(), mesh)
         # PEFT, by version, or a user may call a part, or no hooks.
@@ -686,18 +699,34 @@ def shared_batches(folder):
         changed = model.model.norm if split is tensor_parallelize else model.model.embed_tokens
         with torch.no_grad():
             changed.weight[-1] += RANK  # as rows that were added, and filled by chance
-        refused(partial(split(model, mesh), IDS), "have different values of weights")
+        refused(partial(split(model, mesh), IDS), "have different values of model.")
     for split in sequence_parallelize, ring_parallelize:
         model, other = (split(ordinary(), mesh) for _ in range(2))
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         optimizer.step()  # nothing to compare yet
         for one in model, other:
             one(input_ids=IDS, labels=IDS).loss.backward()
-        refused(optimizer.step, "call sum_gradients(model.parameters(), mesh) before the step")
+        optimizer.step()
+        said = "call sum_gradients(model.parameters(), mesh) before the "
+        refused(partial(model, IDS), f"{said}step")  # the second forward
+        for clip in (
+            partial(torch.nn.utils.clip_grad_norm_, max_norm=1e-3),
+            partial(torch.nn.utils.clip_grad_value_, clip_value=1e-3),
+            partial(torch.nn.utils.clip_grads_with_norm_, max_norm=1e-3, total_norm=torch.ones(())),
+        ):
+            CALLS.clear()
+            model = split(ordinary(), mesh)
+            model(input_ids=IDS, labels=IDS).loss.backward()
+            clip(model.parameters())
+            refused(partial(model, IDS), f"{said}clipping")
+        model = split(ordinary(), mesh)
+        model(input_ids=IDS, labels=IDS).loss.backward()
+        for max_norm in 1e9, math.inf:
+            CALLS.clear()
+            if RANK == 0:  # the norm alone, of a rank's own tokens
+                torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        model(IDS)
         clip = torch.nn.utils.clip_grad_norm_
-        clip(model.parameters(), math.inf)  # the norm alone, of a rank's own tokens
-        said = "call sum_gradients(model.parameters(), mesh) before the clipping"
-        refused(partial(clip, model.parameters(), 1.0), said)
         optimizer = torch.optim.SGD(other.parameters(), 0.1)
         sum_gradients(other.parameters(), mesh)
         clip(other.parameters(), 1.0)
@@ -710,6 +739,7 @@ def shared_batches(folder):
         # Each rank steps with its own part of the parameters.
         dealt = [*other.parameters()][1 + RANK :: P]
         torch.optim.SGD(dealt, 0.1).step()
+        other(IDS)
 
 
 def of_slices(folder):
@@ -722,14 +752,37 @@ def of_slices(folder):
         for some in replicated, *([model.parameters()] if split is tensor_parallelize else []):
             refused(partial(sum_gradients, some, mesh), "which split the weights")
     model = tensor_parallelize(ordinary(), mesh)
+    model(IDS)
+    model = copy.deepcopy(model)
     step(model, IDS)
+    refused(partial(sum_gradients, model.parameters(), mesh), "which split the weights")
     shares = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
     refused(shares.step, "ZeroRedundancyOptimizer over ranks [0, 1")
+    # Layers that are other than the configuration says, or share a weight.
+    wider, tied, same = (ordinary() for _ in range(3))
+    mlp = wider.model.layers[0].mlp
+    for name in "gate_proj", "up_proj":
+        setattr(mlp, name, nn.Linear(wider.config.hidden_size, 60, dtype=DTYPE))
+    first, second = tied.model.layers[:2]
+    second.mlp.up_proj.weight = first.mlp.up_proj.weight
+    attention = same.model.layers[0].self_attn
+    attention.v_proj.weight = attention.k_proj.weight
+    for split in tensor_parallelize, dtensor_parallelize:
+        for model, said in (
+            (wider, "has 60 rows"),
+            (tied, "are one weight"),
+            (same, "are one weight"),
+        ):
+            refused(partial(split, model, mesh), said)
+    # Replicas that were made with unlike seeds, of which the first sum knows.
+    torch.manual_seed(RANK)
+    model = type(ordinary())(ordinary().config).to(DTYPE)
+    step(model, IDS)
+    refused(partial(sum_gradients, model.parameters(), mesh), "make replicas with one seed")
     # Where the tokens are split, each rank has all weights, and may step for some of them.
     model, whole = sequence_parallelize(ordinary(), mesh), ordinary()
     step(model, IDS)
     shares = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
-    refused(shares.step, "before the step")
     sum_gradients(model.parameters(), mesh)
     shares.step()
     step(whole, IDS)
@@ -742,6 +795,8 @@ def of_slices(folder):
         sample = partial(model.generate, IDS[:, :4], do_sample=True, max_new_tokens=5)
         torch.manual_seed(RANK)
         refused(sample, "have different random states")
+        model.generation_config.do_sample, some = True, GenerationConfig(max_new_tokens=2)
+        refused(partial(model.generate, IDS[:, :4], some), "have different random states")
         model.generate(IDS[:, :4], do_sample=False, max_new_tokens=2)
         torch.manual_seed(0)
         everyone = [None] * P
@@ -768,19 +823,120 @@ def adapters(folder):
             if split is tensor_parallelize and config is lora:
                 continue
             model = make(split, config, RANK)
-            refused(partial(model, IDS), "have different values of weights")
+            what = "model.layers.0.self_attn.q_proj.lora" if config is lora else "prompt_encoder"
+            refused(partial(model, IDS), f"have different values of {what}")
             model = make(split, config)
             model(input_ids=IDS, labels=IDS).loss.backward()
             optimizer = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), 0.1)
+            for _ in range(2):
+                optimizer.zero_grad()
+                model(input_ids=IDS, labels=IDS).loss.backward()
+                if split is not tensor_parallelize:
+                    sum_gradients(model.parameters(), mesh)
+                optimizer.step()
+            model(IDS)
             if split is not tensor_parallelize:
-                refused(optimizer.step, "before the step")
-                sum_gradients(model.parameters(), mesh)
-            optimizer.step()
+                model = make(split, config)
+                model(input_ids=IDS, labels=IDS).loss.backward()
+                torch.optim.SGD((p for p in model.parameters() if p.requires_grad), 0.1).step()
+                refused(partial(model, IDS), "before the step")
     for split in sequence_parallelize, ring_parallelize:
         model = make(split, partial(lora, lora_dropout=0.1))
         refused(partial(model, IDS), "would drop the same of different tokens")
+        model.add_adapter("other", lora())
+        model.set_adapter("other")
+        model(IDS)  # the other's dropout is not used
+        model.set_adapter("default")
+        refused(partial(model, IDS), "would drop the same of different tokens")
+        model.merge_adapter()
+        model(IDS)
+        model.unmerge_adapter()
         model.eval()
         model(IDS)
+        # An adapter that came after a forward.
+        model = split(ordinary(), mesh)
+        model(IDS)
+        torch.manual_seed(RANK)
+        model = get_peft_model(model, lora())
+        refused(partial(model, IDS), "have different values of")
+
+
+def right_use(folder):
+    """What is not refused: gradients in tensors that stay, optimizers of few parameters, FSDP1."""
+    mesh = init_device_mesh("cpu", (P,), mesh_dim_names=("sp",))
+    model, whole = sequence_parallelize(ordinary(), mesh), ordinary()
+    kept = {}
+    for turn in range(3):
+        for one in model, whole:
+            one.zero_grad()
+        step(whole, IDS.roll(turn))
+        loss = model(input_ids=IDS.roll(turn), labels=IDS.roll(turn)).loss
+        for parameter, grad in zip(
+            model.parameters(), torch.autograd.grad(loss, [*model.parameters()]), strict=True
+        ):
+            parameter.grad = kept[parameter].copy_(grad) if turn else grad.clone()
+        sum_gradients(model.parameters(), mesh)
+        kept = {parameter: parameter.grad for parameter in model.parameters()}
+        for name, parameter in whole.named_parameters():
+            close(model.get_parameter(name).grad, parameter.grad, f"copied: {name}")
+    # An optimizer of one tensor, of which one rank alone has the state.
+    model, whole = sequence_parallelize(ordinary(), mesh), ordinary()
+    shares = ZeroRedundancyOptimizer([model.lm_head.weight], torch.optim.SGD, lr=0.1)
+    for _ in range(2):
+        for one in model, whole:
+            one.zero_grad()
+            step(one, IDS)
+        sum_gradients([model.lm_head.weight], mesh)
+        shares.step()
+        torch.optim.SGD([whole.lm_head.weight], 0.1).step()
+    close(model.lm_head.weight, whole.lm_head.weight, "ZeRO-1 of one tensor")
+    for by_layers, original in product((False, True), repeat=2):
+        model, whole = sequence_parallelize(ordinary(), mesh), ordinary()
+        policy = ModuleWrapPolicy({type(model.model.layers[0])}) if by_layers else None
+        cpu = torch.device("cpu")
+        wrapped = FullyShardedDataParallel(model, device_id=cpu, use_orig_params=original,
+                                           auto_wrap_policy=policy)  # fmt: skip
+        optimizers = [torch.optim.SGD(one.parameters(), 0.1) for one in (wrapped, whole)]
+        for _ in range(2):
+            step(wrapped, IDS, P)  # FSDP takes the mean
+            step(whole, IDS)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        with torch.no_grad():
+            logits = wrapped(IDS).logits
+        close(logits, whole(IDS).logits.detach(), f"FSDP1, {by_layers}, {original}")
+
+
+def on_two_axes(folder):
+    """Tokens on one axis; DDP or FSDP2, of other rows, on the other; a sum that is forgotten."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "sp"))
+    dp, sp = mesh["dp"], mesh["sp"]
+    own = IDS.chunk(2)[dp.get_local_rank()]
+    for kind in "views", "copies", "FSDP2", "FSDP2, not summed":
+        model, whole = sequence_parallelize(ordinary(), sp), ordinary()
+        called = model
+        if kind.startswith("FSDP2"):
+            shard_fully(model, dp)
+        else:
+            called = DistributedDataParallel(
+                model, process_group=dp.get_group(), gradient_as_bucket_view=kind == "views"
+            )
+        optimizers = [torch.optim.SGD(one.parameters(), 0.1) for one in (model, whole)]
+        for _ in range(2):
+            step(called, own)
+            step(whole, IDS)
+            if "not" not in kind:
+                sum_gradients(model.parameters(), sp)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            if "not" in kind:
+                refused(partial(called, own), "before the step")
+                break
+        for name, parameter in whole.named_parameters() if "not" not in kind else ():
+            part = model.get_parameter(name)
+            close(local_part(part.detach()), parameter.detach()[shard_of(part)], f"{kind}: {name}")
 
 
 def of_tokens(folder):
