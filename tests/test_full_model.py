@@ -210,7 +210,8 @@ BUGS = {
         "not refused: full_state_dict",
     ),
     "an optimizer of matrices takes slices": (
-        "optimizers", 2, "training_guards.py", "if of_matrices and", "if False and",
+        "optimizers", 2, "training_guards.py",
+        "if any(map(OF_MATRICES.search, kinds)) and", "if False and",
         "not refused: Muon",
     ),
     "an optimizer from before the split trains nothing": (
@@ -271,7 +272,7 @@ BUGS = {
         "not refused: call sum_gradients",
     ),
     "slices of different weights are added up": (
-        "of_slices", 2, "replicas.py", "if both := ranks_that_split(tensors, group):", "if False:",
+        "of_slices", 2, "agreement.py", "if both := ranks_that_split(tensors, group):", "if False:",
         "'which split the weights'|not refused: which split the weights",
     ),
     "a rank steps for other ranks' slices": (
@@ -281,7 +282,7 @@ BUGS = {
     ),
     "ranks sample by unlike chance": (
         "of_slices", 2, "agreement.py", "if not said or", "if True or",
-        "not refused: have different random states",
+        "'have different random states'",
     ),
     "sizes are the configuration's": (
         "of_slices", 2, "refusals.py", "if last in sizes and", "if False and",
@@ -300,7 +301,7 @@ BUGS = {
         "return SHARING_BATCHES.get(model, Record())", "not refused: ",
     ),
     "a new gradient in an old tensor is an old one": (
-        "right_use", 2, "replicas.py", "if grad._version != version and", "if False and",
+        "right_use", 2, "replicas.py", "other = grad._version != version and", "other = False and",
         "these gradients are sums over these ranks already",
     ),
     "FSDP1's parts are weights": (
@@ -343,7 +344,7 @@ BUGS = {
     ),
     "slices that FSDP2 has split pass for tensors": (
         "lost", 2, "refusals.py", 'if not hasattr(getattr(module, name), "shard"):', "if False:",
-        "not refused: model.embed_tokens.weight was",
+        "'model.embed_tokens.weight was a slice, and has been replaced'",
     ),
     "clipping that was imported before clips slices": (
         "lost", 2, "training_guards.py", "if value is original]", "if value is check]",

@@ -36,7 +36,7 @@ class Record:
     last: weakref.ref | None = None  # the last forward's first tensor
     modes: set = field(default_factory=set)
     shapes: dict = field(default_factory=dict)
-    noted: dict = field(default_factory=lambda: {"step": {}, "clipping": {}})  # {name: a norm}
+    noted: dict = field(default_factory=lambda: {"clipping": {}, "step": {}})  # {name: a norm}
 
 
 # Of models of which several ranks work on one batch. In order, which is the same on all ranks.
@@ -235,11 +235,17 @@ def with_prompt(model):
     return dict((prompted or model).named_parameters())
 
 
-def check_replicas(tensors, group):
-    """Raise ValueError, on all ranks, for parameters that replicas of a model do not have alike.
+def check_sum(tensors, group):
+    """Raise ValueError, on all ranks, where the sum of gradients over a group would be wrong.
 
-    In the first call over these ranks, the second, fourth, eighth, ...
+    That is for ranks that split the weights, whose gradients are right as they are; and, looked for
+    in the first call over these ranks, the second, fourth, ..., for replicas with unlike weights.
     """
+    if both := ranks_that_split(tensors, group):
+        raise ValueError(
+            f"sum_gradients over ranks {both}, which split the weights: their gradients are right "
+            "as they are; sum over the axis that splits the tokens or the batch, if there is one"
+        )
     if is_capturing() or not is_due_again("sums", *dist.get_process_group_ranks(group)):
         return
     named = {i: t for i, t in enumerate(tensors) if isinstance(t, nn.Parameter)}

@@ -85,9 +85,9 @@ def guard_dropout(model, ranks):
 def expect_same_batches(model, group):
     """Remember that the ranks of `group` share each batch, and refuse what would be wrong then.
 
-    That is: unlike batches and weights, in the first forward; DDP over several of these ranks;
-    gradients of split tokens that are not summed, when they are first clipped or stepped with; and
-    new tokens that would be chosen by unlike chance. All raise ValueError.
+    That is: unlike batches and weights; gradients of split tokens that were not summed before they
+    were clipped or stepped with; DDP over several of these ranks; and new tokens that would be
+    chosen by unlike chance. All raise ValueError: the former in a forward, see `agreement.py`.
     """
     from utils.training_guards import guard_batches
 

@@ -5,6 +5,7 @@ Shapes as in `utils/__init__.py`.
 
 import weakref
 
+import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
@@ -27,12 +28,14 @@ def sum_gradients(tensors, mesh, bucket_bytes=2**25):
     ValueError, and so does a backward that adds to the sum, unless the gradients are None or 0 by
     then. (Called within `new_gradients`, it can sum after each backward, at the cost of a copy.)
     """
+    from utils.agreement import check_sum
+
     group = group_of_axis(mesh)
     if group.size() == 1:
         return
     tensors = [tensor for tensor in tensors if tensor.grad is not None]
     check_mesh(tensors, group)
-    refuse_wrong_sums(tensors, group)
+    check_sum(tensors, group)
     ranks = tuple(dist.get_process_group_ranks(group))
     earlier = [summed_over(tensor.grad) for tensor in tensors]
     if any(ranks in others for others in earlier):
@@ -41,51 +44,33 @@ def sum_gradients(tensors, mesh, bucket_bytes=2**25):
     for number, (tensor, others) in enumerate(zip(tensors, earlier, strict=True)):
         # FSDP2 calls no hooks: any change of a DTensor's gradient ends its mark, see `summed_over`.
         sampled = number < SAMPLES and tensor.requires_grad and not isinstance(tensor, DTensor)
-        sample = sample_of(tensor.grad).clone() if sampled else None
+        sample = sample_of(tensor.grad) if sampled else None
         tensor.grad.summed = tensor.grad._version, sample, {ranks, *others}
         if tensor.is_leaf and tensor.requires_grad:
             refuse_additions(tensor)
 
 
-def refuse_wrong_sums(tensors, group):
-    """Raise ValueError for replicas that are not alike, and for ranks that split the weights.
-
-    The gradients of the latter are right as they are.
-    """
-    from utils.agreement import check_replicas, ranks_that_split
-
-    if both := ranks_that_split(tensors, group):
-        raise ValueError(
-            f"sum_gradients over ranks {both}, which split the weights: their gradients are right "
-            "as they are; sum over the axis that splits the tokens or the batch, if there is one"
-        )
-    check_replicas(tensors, group)
-
-
 def summed_over(grad):
     """Return the sets of ranks over which a gradient is still the sum that `sum_gradients` made.
 
-    The gradient's mark is (version, sample, these sets). It holds for this version of the gradient.
-    With a sample it also holds after changes that leave the sample's direction, such as clipping;
-    what other programs copy into the same tensor is a new gradient.
+    The gradient's mark, (version, sample, these sets), holds for this version of it; with a sample
+    also after changes that leave the sample's direction, such as clipping, but not another's copy.
     """
     version, sample, ranks = getattr(grad, "summed", (None, None, set()))
     if not ranks or not local_part(grad).any():
         return set()
-    if grad._version != version and (sample is None or not parallel(sample, sample_of(grad))):
-        return set()
-    return ranks
+    other = grad._version != version and (sample is None or not parallel(sample, sample_of(grad)))
+    return set() if other else ranks
 
 
 def sample_of(grad):
-    """Return a view of some of a gradient's numbers."""
+    """Return some of a gradient's numbers, copied, in float64."""
     flat = grad.detach().reshape(-1)
-    return flat[:: max(1, len(flat) // 256)]
+    return flat[:: max(1, len(flat) // 256)].to(torch.float64, copy=True)
 
 
 def parallel(one, other):
     """Tell whether two vectors, not 0, have one direction."""
-    one, other = one.double(), other.double()
     return bool(one @ other > (1 - 1e-3) * one.norm() * other.norm() > 0)
 
 
