@@ -25,6 +25,7 @@ from harness.model_checks import expect_loss
 from shared_memory.traffic import Meter
 from tp_llama import tensor_parallelize
 from ulysses_forward import sequence_parallelize
+from utils.agreement import without_comparing
 from utils.replicas import sum_gradients
 from utils.shards import shard_of
 
@@ -107,8 +108,8 @@ def one_layer(events):
 
 
 def step(model, recorder, reduce, ids):
-    """Forward and backward of a parallel model's loss."""
-    with recorder:
+    """Forward and backward of a parallel model's loss, and nothing that ranks compare beside it."""
+    with recorder, without_comparing():
         loss = model(ids, labels=ids).loss
         recorder.phase = "backward"
         loss.backward()
@@ -129,7 +130,6 @@ def record(run, parallelize, reduce, reference, ids, watch=Recorder):
     watch(model): a `Recorder`.
     """
     model, attend = run.load_model(parallelize), ALL_ATTENTION_FUNCTIONS["sdpa"]
-    model(ids)  # the first forward also compares the ranks' batches
     recorder = watch(model)
     ALL_ATTENTION_FUNCTIONS["sdpa"] = partial(recorder.attention, attend)
     loss = step(model, recorder, reduce, ids)

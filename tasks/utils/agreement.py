@@ -10,6 +10,7 @@ compared in the next of these forwards. All ranks of a group raise together. Sha
 import hashlib
 import math
 import weakref
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -43,6 +44,18 @@ class Record:
 SHARING_BATCHES = weakref.WeakKeyDictionary()  # {model: Record}; a deep copy has its own
 STEPS = weakref.WeakKeyDictionary()  # {optimizer: how many steps}
 CALLS = {}  # {what is called, over which ranks: how often}
+comparing = True  # see `without_comparing`
+
+
+@contextmanager
+def without_comparing():
+    """Compare nothing, as a context: for those who count messages, or time them."""
+    global comparing
+    before, comparing = comparing, False
+    try:
+        yield
+    finally:
+        comparing = before
 
 
 def is_due(count):
@@ -100,7 +113,7 @@ def check_forward(model, given):
     arguments by name. Raises ValueError, on all ranks, for what is unlike.
     """
     tensors = {key: x for key, x in given.items() if type(x) is torch.Tensor}
-    if torch.compiler.is_compiling() or not tensors or is_capturing():
+    if torch.compiler.is_compiling() or not comparing or not tensors or is_capturing():
         return
     if any(x.is_meta for x in tensors.values()):
         return
@@ -246,7 +259,11 @@ def check_sum(tensors, group):
             f"sum_gradients over ranks {both}, which split the weights: their gradients are right "
             "as they are; sum over the axis that splits the tokens or the batch, if there is one"
         )
-    if is_capturing() or not is_due_again("sums", *dist.get_process_group_ranks(group)):
+    if (
+        not comparing
+        or is_capturing()
+        or not is_due_again("sums", *dist.get_process_group_ranks(group))
+    ):
         return
     named = {i: t for i, t in enumerate(tensors) if isinstance(t, nn.Parameter)}
     unlike = unlike_weights(named, group)
