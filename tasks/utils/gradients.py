@@ -41,6 +41,8 @@ def new_gradients(tensors):
                 tensor.grad = grad
             elif grad is not None:
                 tensor.grad.add_(grad)
+                if mark := getattr(tensor.grad, "summed", None):  # of `sum_gradients`
+                    tensor.grad.summed = tensor.grad._version, *mark[1:]
 
 
 def sum_in_place(grads, group, bucket_bytes=2**25):
