@@ -30,7 +30,7 @@ import launch
 from conftest import make_llama
 from harness import watchdog
 from places import CPU, NCCL, PLACES
-from planting import plant
+from planting import plant, replace, write
 from test_bad_input import DAMAGE, change_tensors
 from test_tasks import QUICK
 
@@ -337,7 +337,8 @@ def test_one_does_not_start(tmp_path):
     joined = "join_store() if world_size > 1 else (dist.HashStore(), 0)\n"
     hang = "    __import__('time').sleep(60 * rank)\n"
     plant(tmp_path, "job.py", joined, joined + hang)
-    plant(tmp_path, "environment.py", "START_S = 120", "START_S = 3")
+    file = tmp_path / "harness" / "environment.py"
+    write(file, replace(file.read_text(), "START_S = 120", "START_S = 3"))
     args = ["--timeout", 3]
     result = launch.ranks(tmp_path / f"{FIRST}.py", *args, nproc=2, folder=tmp_path)
     result.assert_refused("rank 1 did not start within 3 s")
