@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from utils.collectives import all_gather
 from utils.full_model import norm_of
-from utils.gradients import local_part
+from utils.gradients import local_part, ranks_in_mesh
 from utils.llama import PROMPTED, Guard
 from utils.shards import is_slice, shard_of
 
@@ -73,9 +73,9 @@ def is_due_again(*key):
 
 
 class BatchGuard(Guard):
-    """A pre-hook with keyword arguments, of a model and of its part, that calls `check_forward`.
+    """A pre-hook with keyword arguments, of a model and of its part: check(model, arguments).
 
-    If tokens are split, the model's own forward calls it: its part gets a rank's own tokens.
+    If tokens are split, the model's own forward checks: its part gets a rank's own tokens.
     """
 
     def __call__(self, part, args, kwargs):
@@ -86,7 +86,7 @@ class BatchGuard(Guard):
         first = next(filter(torch.is_tensor, given.values()), None)
         record = record_of(model)
         if part is model or record.last is None or record.last() is not first:
-            check_forward(model, given)  # else the part gets what the model got
+            self.check(model, given)  # else the part gets what the model got
         record.last = None if first is None else weakref.ref(first)
 
 
@@ -100,7 +100,7 @@ def share_batches(model):
     if not hasattr(model, "row_at_split"):  # not split over another axis before
         model.row_at_split = first_row(model.model.layers[0].mlp.down_proj.weight)
         for part in model, model.model:  # PEFT, or a user, may call only one of them with its hooks
-            part.register_forward_pre_hook(BatchGuard(model, None), with_kwargs=True)
+            part.register_forward_pre_hook(BatchGuard(model, check_forward), with_kwargs=True)
     model.model.batch_groups = model.batch_groups  # DDP may get this part alone
     record_of(model)
 
@@ -278,11 +278,11 @@ def check_sum(tensors, group):
 # ---------------------------------------------------------------- gradients
 
 
-def note_step(optimizer):
+def note_step(optimizer, parameters):
     """Note the gradients that an optimizer steps with, in its 1st, 2nd, 4th, ... step."""
     STEPS[optimizer] = STEPS.get(optimizer, 0) + 1
     if is_due(STEPS[optimizer]) and not is_capturing():
-        note([p for of in optimizer.param_groups for p in of["params"]], "step")
+        note(parameters, "step")
 
 
 def note_clipping(given):
@@ -311,15 +311,9 @@ def note(parameters, before, clips=1.0):
         ranks = {*dist.get_process_group_ranks(model.get_group())}
         for name, p in with_prompt(model).items():
             # FSDP1 shows its parts, of other shapes; FSDP2 has DTensors, and sums by itself.
-            if id(p) in known and p.shape == record.shapes.get(name) and not spread_over(p, ranks):
+            seen = id(p) in known and p.shape == record.shapes.get(name)
+            if seen and len(ranks_in_mesh(p, ranks)) < 2:
                 record.noted[before][name] = norm_of(p) / clips
-
-
-def spread_over(parameter, ranks):
-    """Tell whether a DTensor's mesh has several of these ranks."""
-    if not isinstance(parameter, DTensor):
-        return False
-    return len(ranks.intersection(parameter.device_mesh.mesh.flatten().tolist())) > 1
 
 
 def check_noted(model, group):

@@ -16,11 +16,15 @@ def check_mesh(tensors, group):
     """
     ranks = set(dist.get_process_group_ranks(group))
     for tensor in tensors:
-        if isinstance(tensor, DTensor):
-            shared = ranks.intersection(tensor.device_mesh.mesh.flatten().tolist())
-            if len(shared) > 1:
-                said = f"DTensors whose mesh has several of these ranks, {shared}"
-                raise ValueError(f"{said}: their gradients are summed by DTensor or FSDP2 itself")
+        if len(shared := ranks_in_mesh(tensor, ranks)) > 1:
+            said = f"DTensors whose mesh has several of these ranks, {shared}"
+            raise ValueError(f"{said}: their gradients are summed by DTensor or FSDP2 itself")
+
+
+def ranks_in_mesh(tensor, ranks):
+    """Return which of these ranks a DTensor's mesh has; for another tensor none."""
+    of_mesh = tensor.device_mesh.mesh.flatten().tolist() if isinstance(tensor, DTensor) else ()
+    return ranks.intersection(of_mesh)
 
 
 @contextmanager

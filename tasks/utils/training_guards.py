@@ -119,7 +119,7 @@ def check_optimizer(optimizer, *_):
     if torch.compiler.is_compiling():
         return
     parameters = optimized_by(optimizer)
-    note_step(optimizer)
+    note_step(optimizer, parameters)
     kinds = [base.__name__ for base in type(optimizer).__mro__]
     if "ZeroRedundancyOptimizer" in kinds:
         refuse_shares(optimizer, parameters)
