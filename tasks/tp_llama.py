@@ -324,7 +324,7 @@ def expect_loss(model, args, kwargs):
     """
     model.lm_head.wants_loss = has_labels(model, args, kwargs)
     if model.lm_head.wants_loss:
-        from utils.refusals import refuse_own_loss
+        from guards.refusals import refuse_own_loss
 
         refuse_own_loss(model, MethodType(vocab_parallel_loss, model))
 

@@ -210,12 +210,12 @@ BUGS = {
         "not refused: full_state_dict",
     ),
     "an optimizer of matrices takes slices": (
-        "optimizers", 2, "training_guards.py",
+        "optimizers", 2, "training.py",
         "if any(map(OF_MATRICES.search, kinds)) and", "if False and",
         "not refused: Muon",
     ),
     "an optimizer from before the split trains nothing": (
-        "optimizers", 2, "training_guards.py", "if any(id(p) not in present", "if any(id(p) in ()",
+        "optimizers", 2, "training.py", "if any(id(p) not in present", "if any(id(p) in ()",
         "not refused: from before the split",
     ),
     "unlike batches are not seen": (
@@ -235,7 +235,7 @@ BUGS = {
         "not refused: have different batches",
     ),
     "DDP over ranks that share batches": (
-        "shared_batches", 2, "training_guards.py", "if len(both) > 1:", "if False:",
+        "shared_batches", 2, "training.py", "if len(both) > 1:", "if False:",
         "not refused: which share each batch",
     ),
     "DDP takes a part of a split model": (
@@ -267,7 +267,7 @@ BUGS = {
         "call sum_gradients",
     ),
     "each rank clips by its own tokens": (
-        "shared_batches", 2, "training_guards.py",
+        "shared_batches", 2, "training.py",
         'patch_with_check(nn.utils, "clip_grads_with_norm_", note_clipping)', "pass",
         "not refused: call sum_gradients",
     ),
@@ -276,7 +276,7 @@ BUGS = {
         "'which split the weights'|not refused: which split the weights",
     ),
     "a rank steps for other ranks' slices": (
-        "of_slices", 2, "training_guards.py",
+        "of_slices", 2, "training.py",
         "if both := ranks_that_split(parameters, optimizer.process_group):", "if False:",
         "not refused: ZeroRedundancyOptimizer",
     ),
@@ -347,7 +347,7 @@ BUGS = {
         "'model.embed_tokens.weight was a slice, and has been replaced'",
     ),
     "clipping that was imported before clips slices": (
-        "lost", 2, "training_guards.py", "if value is original]", "if value is check]",
+        "lost", 2, "training.py", "if value is original]", "if value is check]",
         "not refused: get_total_norm",
     ),
     "positions are counted by a rank's tokens": (
@@ -377,7 +377,7 @@ BUGS = {
         "not refused: get_total_norm",
     ),
     "a scaler skips steps by slices": (
-        "wrong_use", 2, "training_guards.py", 'if given["self"].is_enabled() and', "if False and",
+        "wrong_use", 2, "training.py", 'if given["self"].is_enabled() and', "if False and",
         "not refused: GradScaler",
     ),
     "a part's state dict is slices": (

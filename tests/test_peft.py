@@ -7,7 +7,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import launch
-from utils.adapters import check_by_token
+from guards.adapters import check_by_token
 
 METHODS = launch.HELPERS / "peft_methods.py"
 

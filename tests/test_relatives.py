@@ -8,10 +8,10 @@ import transformers
 
 import launch
 from conftest import make_llama
+from guards.refusals import check_layers, check_ordinary
 from loading.architectures import LLAMAS, count_parameters
 from loading.models import Source
 from planting import plant
-from utils.refusals import check_layers, check_ordinary
 
 SCRIPTS = {
     "tp_llama": ["--repeats", 0], "dtensor_llama": ["--repeats", 0],

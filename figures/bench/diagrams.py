@@ -19,13 +19,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from figures import RECORDS
 from figures.bench.records import torchrun, write_record
+from guards.agreement import without_comparing
 from harness.flags import make_parser, positive
 from harness.job import start
 from harness.model_checks import expect_loss
 from shared_memory.traffic import Meter
 from tp_llama import tensor_parallelize
 from ulysses_forward import sequence_parallelize
-from utils.agreement import without_comparing
 from utils.replicas import sum_gradients
 from utils.shards import shard_of
 

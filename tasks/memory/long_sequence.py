@@ -32,13 +32,13 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+from guards.adapters import check_by_token
 from memory.head_groups import plan_rounds, project, sliceable
 from memory.packed import attend_parts, attend_parts_backward, parts_of
 from memory.saved_outputs import SavedOutputs
 from memory.tiled_loss import TiledLoss, tiles
 from ring_attention import Ring, RingAttention, RingLlama, ring_backward, ring_forward
 from ulysses_forward import AllToAll, by_documents
-from utils.adapters import check_by_token
 from utils.collectives import group_of_axis
 from utils.kernels import ATTENTION_OPS, attend, attend_backward, for_all
 from utils.llama import window_of

@@ -8,7 +8,7 @@ from torch.distributed.distributed_c10d import ProcessGroup, _resolve_process_gr
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from utils.agreement import without_comparing
+from guards.agreement import without_comparing
 
 # {operator: (P -> the share of its input's bytes that one of P ranks sends, the input's place)}.
 SENT = {

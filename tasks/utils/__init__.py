@@ -1,7 +1,9 @@
 """What techniques are made of: collectives, slices of weights, the seam to Hugging Face.
 
-It imports torch and transformers alone, no script, and nothing of the packages beside it:
+It imports torch and transformers alone, no script, and of the packages beside it `guards` alone,
+once a model is split:
 
+    guards          raise where a split model would be silently wrong
     harness         starts and ends a job; compares; measures
     loading         models, tokenizers and text
     checkpoints     of a training that is to be continued

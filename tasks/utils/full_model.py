@@ -31,7 +31,7 @@ def parameters_of(model):
     First reshards FSDP2's modules: a forward without a backward leaves the root's parameters full.
     Raises ValueError as `refuse_lost_slices` does.
     """
-    from utils.refusals import refuse_lost_slices
+    from guards.refusals import refuse_lost_slices
 
     refuse_lost_slices(model)
     for module in model.modules():

@@ -1,7 +1,6 @@
 """The seam to Hugging Face's Llama and its relatives: settings, hooks around them, and labels.
 
-What a split model refuses is in `refusals.py`, `training_guards.py` and `agreement.py`. Shapes as
-in `utils/__init__.py`.
+What a split model refuses is in `guards/`. Shapes as in `utils/__init__.py`.
 """
 
 import weakref
@@ -77,7 +76,7 @@ def guard_dropout(model, ranks):
     All ranks need one seed, so they would drop the same entries in different heads.
     """
     if ranks > 1:
-        from utils.refusals import refuse_dropout
+        from guards.refusals import refuse_dropout
 
         guard(model, refuse_dropout)
 
@@ -87,9 +86,9 @@ def expect_same_batches(model, group):
 
     That is: unlike batches and weights; gradients of split tokens that were not summed before they
     were clipped or stepped with; DDP over several of these ranks; and new tokens that would be
-    chosen by unlike chance. All raise ValueError: the former in a forward, see `agreement.py`.
+    chosen by unlike chance. All raise ValueError: the former in a forward.
     """
-    from utils.training_guards import guard_batches
+    from guards.training import guard_batches
 
     model.batch_groups = [*getattr(model, "batch_groups", []), getter(group)]
     guard_batches(model)

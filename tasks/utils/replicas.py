@@ -28,7 +28,7 @@ def sum_gradients(tensors, mesh, bucket_bytes=2**25):
     ValueError, and so does a backward that adds to the sum, unless the gradients are None or 0 by
     then. (Called within `new_gradients`, it can sum after each backward, at the cost of a copy.)
     """
-    from utils.agreement import check_sum
+    from guards.agreement import check_sum
 
     group = group_of_axis(mesh)
     if group.size() == 1:

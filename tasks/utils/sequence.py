@@ -36,7 +36,7 @@ def convert_attention(model, mixin, group, name, attend):
     `check_ordinary` and `refuse_own_loss` do, and UserError for RoPE that depends on the length of
     the sequence. A forward raises ValueError as `refuse_across_tokens` does.
     """
-    from utils.refusals import check_ordinary, refuse_across_tokens, refuse_own_loss
+    from guards.refusals import check_ordinary, refuse_across_tokens, refuse_own_loss
 
     check_ordinary(model)
     if not hasattr(model, "sum_of_losses"):  # Task 2's split vocabulary sets it
@@ -198,8 +198,8 @@ class SequenceParallelLlama:
 
         Raises ValueError as `refuse_arguments` and `check_by_token` do.
         """
-        from utils.agreement import check_forward
-        from utils.refusals import refuse_arguments
+        from guards.agreement import check_forward
+        from guards.refusals import refuse_arguments
 
         refuse_arguments(self, attention_mask, cache, labels, kwargs)
         given = dict(ids=input_ids, embeds=inputs_embeds, mask=attention_mask, labels=labels)

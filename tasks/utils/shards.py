@@ -156,8 +156,8 @@ def refuse_on_slices(model):
     forward. Slices that `fully_shard` has split again are refused there, too. Raises ValueError as
     `check_unsplit`, `check_slices` and `check_layers` do.
     """
-    from utils.refusals import check_layers, check_slices, refuse_own_loss
-    from utils.training_guards import guard_training
+    from guards.refusals import check_layers, check_slices, refuse_own_loss
+    from guards.training import guard_training
 
     check_unsplit(model)
     refuse_own_loss(model)
@@ -185,7 +185,7 @@ def check_unsplit(model):
     """Raise ValueError for split models, and, as `check_ordinary`, for what is no plain Llama."""
     if "save_pretrained" in vars(model):
         raise ValueError("this model is tensor-parallel already")
-    from utils.refusals import check_ordinary
+    from guards.refusals import check_ordinary
 
     check_ordinary(model)
 

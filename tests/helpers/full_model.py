@@ -38,6 +38,7 @@ import tp_llama
 from checkpoints.sharded_checkpoint import load_training_state, save_training_state
 from data_parallel import shard_fully
 from dtensor_llama import dtensor_parallelize
+from guards.agreement import CALLS, without_comparing
 from harness.float64 import compute_in_float64
 from harness.tolerance import LIMITS
 from loading.models import from_pretrained
@@ -47,7 +48,6 @@ from ring_attention import Ring, ring_attention, ring_parallelize
 from tp_llama import tensor_parallelize, vocab_parallel_cross_entropy
 from tp_ulysses import parallelize_tp_sp
 from ulysses_forward import causal_attention, sequence_parallelize, ulysses_attention
-from utils.agreement import CALLS, without_comparing
 from utils.full_model import clip_grad_norm_, full_state_dict, grad_norm, save_pretrained
 from utils.gradients import local_part
 from utils.kernels import ATTENTION_OPS

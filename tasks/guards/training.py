@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import GenerationMixin
 
-from utils.agreement import (
+from guards.agreement import (
     STEPS,
     check_sampling,
     is_due,

@@ -85,7 +85,7 @@ def check_layers(model):
 def check_slices(model):
     """Raise ValueError for PEFT's adapters, none of which is right here, and for lost slices."""
     if "peft" in sys.modules:  # else there is no adapter
-        from utils.adapters import refuse_adapters
+        from guards.adapters import refuse_adapters
 
         refuse_adapters(model)
     refuse_lost_slices(model)
@@ -155,7 +155,7 @@ def refuse_across_tokens(model):
     may have a dropout). Adapters: as `check_by_token` does.
     """
     if "peft" in sys.modules:  # else there is no adapter
-        from utils.adapters import check_by_token
+        from guards.adapters import check_by_token
 
         check_by_token(model)
     if not model.training or model.get_group().size() == 1 or torch.compiler.is_compiling():
