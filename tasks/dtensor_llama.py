@@ -169,8 +169,8 @@ class WholeHeads(ParallelStyle):
     tensor, this rank's slice, with the same f before it (dim 0) or g after it (dim 1).
     """
 
-    def __init__(self, dim, start, stop, holders=None):
-        self.dim, self.slice, self.holders = dim, (start, stop), holders
+    def __init__(self, dim, start, stop, replicas=None):
+        self.dim, self.slice, self.replicas = dim, (start, stop), replicas
 
     def _apply(self, module, mesh):
         keep_shard(module, self.dim, *self.slice)
@@ -187,8 +187,11 @@ class WholeHeads(ParallelStyle):
             module.register_forward_hook(g)
             if mesh.get_local_rank() != 0:
                 module.bias = None  # the bias must enter the sum over ranks once
-        if self.holders:
-            module.__class__, module.get_kv_replica_group = ReplicatedKVLinear, getter(self.holders)
+        if self.replicas:
+            module.__class__, module.get_kv_replica_group = (
+                ReplicatedKVLinear,
+                getter(self.replicas),
+            )
         return module
 
 
@@ -196,11 +199,11 @@ def plan_whole_heads(model, mesh):
     """Return the plan of this rank's four projections; set each layer's GQA ratio, too."""
     config, D = model.config, model.model.layers[0].self_attn.head_dim
     kv_heads, group, shared = config.num_key_value_heads, mesh.get_group(), None
-    queries, keys, holders = shard_heads(
+    queries, keys, replicas = shard_heads(
         config.num_attention_heads, kv_heads, mesh.size(), mesh.get_local_rank()
     )
     if mesh.size() > kv_heads:
-        shared = subgroup(group, f"of {kv_heads}", *holders)
+        shared = subgroup(group, f"of {kv_heads}", *replicas)
     for layer in model.model.layers:
         layer.self_attn.num_key_value_groups = (queries[1] - queries[0]) // (keys[1] - keys[0])
     queries, keys = ((first * D, stop * D) for first, stop in (queries, keys))

@@ -134,9 +134,9 @@ def comm_bytes_per_layer(model, B, S, mesh, sequence, megatron_sp):
     forward, backward = (4 * L + 1, 4 * L + 1) if megatron_sp else (4 * L + 2, 4 * L)
     weights = megatron_sp * (2 + 1 / L) * 2 * (P - 1) / P * H * e
     if isinstance(attention.k_proj, ReplicatedKVLinear):  # several ranks hold one KV head
-        holders = attention.k_proj.get_kv_replica_group().size()
+        replicas = attention.k_proj.get_kv_replica_group().size()
         inputs = H + (attention.k_proj.bias is not None)
-        weights += 4 * (holders - 1) / holders * attention.head_dim * inputs * e
+        weights += 4 * (replicas - 1) / replicas * attention.head_dim * inputs * e
     return sent[0] + forward / L * half, sent[1] + backward / L * half + weights
 
 

@@ -127,7 +127,7 @@ def shard_loss(model, ids, mesh, techniques=None):
 
                     full                local
     ids             (B, n + S)          (B, (n+S)/P)        -100: a virtual token, or filler
-    places          (B or 1, n + S)     (B or 1, (n+S)/P)   position in its document, virtual first
+    positions       (B or 1, n + S)     (B or 1, (n+S)/P)   in its document, virtual first
     embeddings                          (B, (n+S)/P, H)     never full anywhere
     targets         (B, n + S)          (B, (n+S)/P)        never a virtual token
     logits                              (B, (n+S)/P, V)     or a few tokens', with techniques
@@ -135,35 +135,35 @@ def shard_loss(model, ids, mesh, techniques=None):
     base, prompt = llama_of(model), virtual_tokens(model, len(ids))
     n, embed_tokens = prompt.shape[1], base.get_input_embeddings()
     if ids.dim() == 3:
-        ids, places = ids.unbind(1)
+        ids, positions = ids.unbind(1)
     else:  # each row is one document
         ids = F.pad(ids, (n, 0), value=-100)
-        places = torch.arange(ids.shape[1], device=ids.device)[None]
+        positions = torch.arange(ids.shape[1], device=ids.device)[None]
     length = ids.shape[1]
     if length < base.sequence_parts:  # on all ranks, so that all raise
         raise ValueError(
             f"{length} positions for {base.sequence_parts} ranks: some would have none"
         )
     local = base.tokens(length)
-    local_places = places[:, local].expand(len(ids), -1)
-    virtual = (local_places < n).nonzero(as_tuple=True)
+    local_positions = positions[:, local].expand(len(ids), -1)
+    virtual = (local_positions < n).nonzero(as_tuple=True)
 
     def embed(local_ids):
         tokens = embed_tokens(local_ids.clamp(min=0))
         # With no virtual token here, an empty index_put still links the output to the prompt: else
         # autograd would see nothing to train on this rank, and skip the collectives.
-        return tokens.index_put(virtual, prompt[virtual[0], local_places[virtual]].to(tokens))
+        return tokens.index_put(virtual, prompt[virtual[0], local_positions[virtual]].to(tokens))
 
-    labels = ids.masked_fill(places == 0, -100)
+    labels = ids.masked_fill(positions == 0, -100)
     if techniques:  # sequence_loss checks the adapters
         from memory.long_sequence import sequence_loss
 
         targets, count = shift_and_split(base, labels)
         embeddings = partial(embed, ids[:, local])
-        return sequence_loss(base, embeddings, targets, length, mesh, techniques, places) / count
-    documents = documents_of(places)
+        return sequence_loss(base, embeddings, targets, length, mesh, techniques, positions) / count
+    documents = documents_of(positions)
     attention_mask = documents[:, None, None] if documents.any() else None
-    return local_loss(base, ids, embed, labels, places, attention_mask)
+    return local_loss(base, ids, embed, labels, positions, attention_mask)
 
 
 def virtual_tokens(model, batch_size):

@@ -17,6 +17,7 @@ import torch
 
 import launch
 
+pytest.register_assert_rewrite("runs", "spellings")  # helpers with assertions of their own
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "tasks")]
 
 

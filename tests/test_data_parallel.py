@@ -18,7 +18,7 @@ import launch
 from data_parallel import STRATEGIES, DataPartitioner, Partition, partition_dataset
 from harness import processes
 from loading.batches import pad
-from test_readme import same
+from pages import same
 
 FILE = launch.TASKS / "data_parallel.py"
 

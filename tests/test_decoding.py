@@ -14,7 +14,7 @@ from kv_cache import (
     replays,
 )
 from planting import plant
-from test_planted_bugs import refused
+from runs import refused
 
 TINY = launch.TASKS / "tiny_llama"
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: no CUDA graph is recorded")

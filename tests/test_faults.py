@@ -28,11 +28,11 @@ import torch.distributed as dist
 
 import launch
 from conftest import make_llama
+from damage import DAMAGE, change_tensors
 from harness import watchdog
 from places import CPU, NCCL, PLACES
 from planting import plant, replace, write
-from test_bad_input import DAMAGE, change_tensors
-from test_tasks import QUICK
+from runs import QUICK
 
 PARTS = [launch.ROOT / name for name in ("README.md", "tasks", "figures")]
 FIRST = "tp_llama"  # where one script must stand for all, to save time

@@ -25,7 +25,7 @@ from loading.documents import fill, one_by_one, pack
 from loading.models import TINY
 from places import CPU, NCCL, PLACES
 from planting import plant
-from test_planted_bugs import paragraphs
+from runs import paragraphs
 from utils.errors import UserError
 
 STRESS = pytest.mark.stress

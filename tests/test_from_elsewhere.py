@@ -14,7 +14,6 @@ from transformers import LlamaForCausalLM
 import launch
 from loading.models import TRANSFORMERS_4
 from planting import plant
-from test_planted_bugs import BUGS
 
 REPLICAS = """
 import sys
@@ -174,7 +173,9 @@ def test_text_of_few_tokens(name, tmp_path):
 
 def test_text_of_one_token_with_a_bug(tmp_path):
     """A wrong one does not."""
-    plant(tmp_path / "tasks", *BUGS["the ranks' gradients are averaged"][2:5])
+    summed = "sum_gradients(parameters, mesh)"
+    mean = f"{summed}\n        for p in parameters:\n            p.grad.div_(mesh.size())"
+    plant(tmp_path / "tasks", "ulysses_finetune.py", summed, mean)
     text, nproc, flags = FEW_TOKENS["one token"]
     result = train_on(text, tmp_path, nproc, flags, tmp_path / "tasks")
     assert result.code == 1 and "FAILED" in result.out, result.tail()

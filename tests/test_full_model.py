@@ -9,8 +9,8 @@ from transformers import LlamaForCausalLM
 
 import launch
 from conftest import make_llama
+from pages import CODE
 from planting import plant
-from test_readme import CODE
 
 
 def full_model(folder, model, nproc, *args, tasks=launch.TASKS, **settings):

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import launch
-from test_tasks import QUICK
+from runs import QUICK
 
 LAUNCH = launch.ROOT / "launch"
 FILES = sorted(path for path in LAUNCH.iterdir() if path.suffix != ".py")

@@ -16,8 +16,10 @@ from torch.utils import backend_registration
 import launch
 import pipeline_threads
 from failing import FailsBack
+from figures.bench import report
 from loading.architectures import LLAMA_AND_GPT2
 from loading.models import Source
+from pages import same
 from pipeline_llama import gpipe, keep_stage, one_forward_one_backward
 from pipeline_threads import (
     ModelParallel,
@@ -29,7 +31,6 @@ from pipeline_threads import (
     one_after_the_other,
     split_module,
 )
-from test_readme import report, same
 from utils.errors import UserError
 from utils.stages import balance, clock_cycles
 

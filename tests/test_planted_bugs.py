@@ -1,7 +1,6 @@
 """Every check in the scripts can fail: a copy with one wrong line must exit non-zero and say so."""
 
 import ast
-import random
 import re
 
 import pytest
@@ -9,6 +8,7 @@ import pytest
 import launch
 import planting
 from planting import plant, write
+from runs import paragraphs, refused
 
 SHIFTED = """
 
@@ -18,29 +18,6 @@ def keep_shifted(layer, dim, start, stop):
 
 """
 SMALL = ["--hidden-size", 48, "--intermediate-size", 100]  # of tp_mlp's block, to be quick
-
-
-def refused(folder, script, nproc, args, check, rounding=None):
-    """Run the copy: it must fail on all ranks, within seconds, with the name of a check.
-
-    rounding: see `launch.ranks`.
-    """
-    path = folder / f"{script}.py"
-    result = launch.ranks(path, *args, nproc=nproc, folder=folder, rounding=rounding)
-    assert result.code == 1, result.tail()
-    failed = re.findall(r"^FAILED (.*) \(rank=\d+\): ", result.out, re.MULTILINE)
-    assert len(failed) == 1 and re.search(check, failed[0]), result.tail()
-    assert "Tests passed" not in result.out and not result.err.count("TIMEOUT"), result.tail()
-
-
-def paragraphs(folder):
-    """Flags that make several documents fit into a row: of 2 to 40 tokens, and one of a single."""
-    chance, path = random.Random(0), folder / "paragraphs.txt"
-    lengths = [9, 8, 1, *(chance.randint(2, 12) for _ in range(100)), 40]
-    chance.shuffle(lengths)
-    letters = "abcdefghijklmnopqrstuvwxyz"
-    path.write_text("\n\n".join("".join(chance.choices(letters, k=n)) for n in lengths))
-    return ["--text", path, "--num-virtual-tokens", 3]
 
 
 def arguments(script, odd_llama):
@@ -163,7 +140,7 @@ BUGS = {
         "tp_attention", 4, "tp_attention.py", "if ranks > num_kv_heads:", "if False:",
         "k_proj.weight grad",
     ),
-    "wrong holders of a shared KV head": (
+    "wrong replicas of a shared KV head": (
         "tp_attention", 4, "partition.py", "start, stop = kv_head * queries_per_kv + start",
         "start, stop = kv_head * queries_per_kv + start * 0", "output",
     ),
@@ -268,7 +245,7 @@ BUGS = {
         "logits",
     ),
     "shared KV heads do not add in the plan": (
-        "dtensor_llama", 4, "dtensor_llama.py", "if self.holders:", "if False:",
+        "dtensor_llama", 4, "dtensor_llama.py", "if self.replicas:", "if False:",
         "k_proj.weight grad",
     ),
     "the plan forgets the MLP": (
@@ -405,7 +382,7 @@ BUGS = {
     ),
     "every rank has the prompt's beginning": (
         "ulysses_finetune", 3, "ulysses_finetune.py",
-        "prompt[virtual[0], local_places[virtual]].to", "prompt[virtual].to", "losses",
+        "prompt[virtual[0], local_positions[virtual]].to", "prompt[virtual].to", "losses",
     ),
     "virtual tokens are no positions": (
         "ulysses_finetune --no-long-sequence", 2, "ulysses_finetune.py",
@@ -470,7 +447,7 @@ BUGS = {
         "in pairs", "losses",
     ),
     "positions are each rank's own": (
-        "ulysses_finetune", 2, "long_sequence.py", "places[:, own]", "places", "losses",
+        "ulysses_finetune", 2, "long_sequence.py", "positions[:, own]", "positions", "losses",
     ),
     "kept hidden states are written over": (
         "ulysses_finetune --model tiny", 1, "saved_outputs.py", "None if at in kept else x)",
@@ -1223,8 +1200,8 @@ BUGS = {
     ),
     "a packed document is predicted from the one before it": (
         "ulysses_finetune --pack --peft lora", 2, "ulysses_finetune.py",
-        "ids.masked_fill(places == 0, -100)\n    if techniques",
-        "ids.masked_fill(places < 0, -100)\n    if techniques", "losses",
+        "ids.masked_fill(positions == 0, -100)\n    if techniques",
+        "ids.masked_fill(positions < 0, -100)\n    if techniques", "losses",
     ),
     "filler has a loss": (
         "ulysses_finetune --pack", 2, "documents.py", "pieces.append(ids[sum(map(len, pieces)) :])",

@@ -20,8 +20,7 @@ from conftest import make_llama
 from loading.documents import BOT, EOT, PAD, Rows, bigram_loss, load_rows
 from loading.models import TINY, Source
 from planting import plant
-from test_planted_bugs import refused
-from test_tasks import QUICK, checks, passed
+from runs import QUICK, checks, passed, refused
 from utils.errors import UserError
 
 FILE = launch.TASKS / "pretrain_2d.py"

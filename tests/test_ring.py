@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 import launch
 from ring_attention import Ring, merge
-from test_tasks import checks, passed
+from runs import checks, passed
 from utils.kernels import attend, attend_backward, plain, plain_backward
 from utils.partition import shard_range
 from utils.sequence import MaskInfo

@@ -9,7 +9,7 @@ import torch
 import launch
 from harness.memory_profile import record_memory, write_trace
 from planting import plant
-from test_planted_bugs import refused
+from runs import refused
 from utils.errors import UserError
 
 FILE = launch.TASKS / "tp_training.py"

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 import launch
-from test_tasks import checks, passed
+from runs import checks, passed
 from tp_ulysses import default_tp, ulysses_degree
 
 FILE = launch.TASKS / "tp_ulysses.py"

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import launch
-from test_readme import CODE
+from pages import CODE
 
 (SHOWN,) = [code for code in CODE if "Trainer" in code]
 TINY = launch.TASKS / "tiny_llama"

@@ -81,18 +81,18 @@ def check_packed(run, ids, parallel, references, reduce):
     if S < 8:
         run.print0("note: hardly a token would have a label: packed documents are not compared")
         return
-    places, rows = torch.arange(S, device=ids.device).expand(B, -1), torch.arange(B)[:, None]
+    positions, rows = torch.arange(S, device=ids.device).expand(B, -1), torch.arange(B)[:, None]
     # Even rows: documents of one token, of few, and longer ones, in each row at other places. Odd
     # rows: a document of one token, and one of all other tokens.
     starts = torch.tensor([0, 1, 3, S // 3, S // 2 + 1])
     starts = (starts + rows * (starts > 1)) * ((rows % 2 == 0) | (starts < 2))
     starts = starts.to(ids.device)[..., None]
-    begins = (starts * (places[:, None] >= starts)).amax(1)
-    labels = ids.masked_fill(places == begins, -100)
+    begins = (starts * (positions[:, None] >= starts)).amax(1)
+    labels = ids.masked_fill(positions == begins, -100)
     # The last document's positions begin at S, not at 0.
-    packed = dict(position_ids=places - begins + S * (begins == starts.amax(1)), use_cache=False)
+    packed = dict(position_ids=positions - begins + S * (begins == starts.amax(1)), use_cache=False)
     inside = begins[:, None, :, None] == begins[:, None, None]
-    blocks = inside & places.new_ones(S, S).tril().bool()
+    blocks = inside & positions.new_ones(S, S).tril().bool()
 
     def step(model):
         model.zero_grad()

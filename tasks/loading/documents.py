@@ -288,17 +288,17 @@ def least(virtual):
 
 
 def pack(rows, length, virtual):
-    """Pack rows of documents: (rows, 2, length), tokens and each one's place in its document.
+    """Pack rows of documents: (rows, 2, length), tokens and each one's position in its document.
 
     A token of -100 is a virtual token, in front of a document, or a filler at the end of a row. The
     fillers of a row are a last document of their own.
     """
     packed = torch.full((len(rows), 2, length), -100)
-    for (ids, places), row in zip(packed, rows, strict=True):
+    for (ids, positions), row in zip(packed, rows, strict=True):
         pieces = [F.pad(document, (virtual, 0), value=-100) for document in row]
         pieces.append(ids[sum(map(len, pieces)) :])
         ids[:] = torch.cat(pieces)
-        places[:] = torch.cat([torch.arange(len(piece)) for piece in pieces])
+        positions[:] = torch.cat([torch.arange(len(piece)) for piece in pieces])
     return packed
 
 

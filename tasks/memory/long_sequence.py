@@ -70,7 +70,7 @@ class Techniques:
         return self.tile_tokens or max(1, self.tile_bytes // (numbers * itemsize))
 
 
-def sequence_loss(model, embeddings, targets, length, mesh, techniques, places=None):
+def sequence_loss(model, embeddings, targets, length, mesh, techniques, positions=None):
     """Sum the losses of this rank's tokens, as `utils/sequence.py` does, but in less memory.
 
     Layers are taken apart: hooks on them are not called. Raises ValueError for layers that are not
@@ -78,15 +78,15 @@ def sequence_loss(model, embeddings, targets, length, mesh, techniques, places=N
 
     model: a sequence-parallel LlamaForCausalLM. embeddings(): the embeddings of this rank's share
     of a sequence of `length` tokens, (B, S/P, H), each time in a new tensor. targets: (B, S/P),
-    -100 if a token has none. mesh: of the one axis on which the sequence is split. places: all
+    -100 if a token has none. mesh: of the one axis on which the sequence is split. positions: all
     tokens' positions, (B or 1, S); a document begins where they jump, as in Task 4's forward. None:
     0, 1, 2, ...
     """
     if why := supported_techniques(model, techniques)[1]:
         raise ValueError(f"{why}: ask `supported_techniques` for the techniques that are left")
-    if places is None:
-        places = torch.arange(length, device=model.device)[None]
-    stack = Stack(model, embeddings, len(targets), places, group_of_axis(mesh), techniques)
+    if positions is None:
+        positions = torch.arange(length, device=model.device)[None]
+    stack = Stack(model, embeddings, len(targets), positions, group_of_axis(mesh), techniques)
     norm, head = model.model.norm, model.lm_head
 
     def loss_of(hidden):
@@ -164,10 +164,10 @@ class Stack:
     several documents in a row, each document takes a call of attention's kernel.
     """
 
-    def __init__(self, model, embeddings, batch_size, places, group, techniques):
+    def __init__(self, model, embeddings, batch_size, positions, group, techniques):
         self.model, self.layers, self.group = model.model, model.model.layers, group
         self.embeddings, self.techniques, config = embeddings, techniques, model.config
-        length, documents = places.shape[1], documents_of(places).expand(batch_size, -1)
+        length, documents = positions.shape[1], documents_of(positions).expand(batch_size, -1)
         check_window(window_of(config), length)
         self.documents = documents if documents.any() else None
         self.B, self.S, self.D = batch_size, length, self.layers[0].self_attn.head_dim
@@ -175,12 +175,12 @@ class Stack:
         shares = [shard_range(length, ranks, rank) for rank in range(ranks)]
         self.tokens = [stop - first for first, stop in shares]
         own, self.local_tokens = slice(*shares[self.rank]), self.tokens[self.rank]
-        self.positions = places[:, own]
+        self.positions = positions[:, own]
         self.attend, self.attend_backward, self.ring = attend, attend_backward, None
         if isinstance(model, RingLlama):  # its ranks exchange no heads: each is as if alone
             mask = MaskInfo(length, documents=self.documents)
             self.ring = Ring(group, length, model.zigzag, mask)
-            self.positions = places[:, self.ring.order()[own]]
+            self.positions = positions[:, self.ring.order()[own]]
             self.attend = partial(ring_forward, self.ring)
             self.attend_backward = partial(ring_backward, self.ring)
             ranks, self.rank = 1, 0

@@ -25,9 +25,9 @@ def shard_heads(num_heads, num_kv_heads, ranks, rank):
         first, stop = shard_range(num_kv_heads, ranks, rank)
         return (first * queries_per_kv, stop * queries_per_kv), (first, stop), (rank, rank + 1)
     for kv_head in range(num_kv_heads):
-        holders = shard_range(ranks, num_kv_heads, kv_head)
-        if holders[0] <= rank < holders[1]:
-            start, stop = shard_range(queries_per_kv, holders[1] - holders[0], rank - holders[0])
+        replicas = shard_range(ranks, num_kv_heads, kv_head)
+        if replicas[0] <= rank < replicas[1]:
+            start, stop = shard_range(queries_per_kv, replicas[1] - replicas[0], rank - replicas[0])
             start, stop = kv_head * queries_per_kv + start, kv_head * queries_per_kv + stop
-            return (start, stop), (kv_head, kv_head + 1), holders
+            return (start, stop), (kv_head, kv_head + 1), replicas
     raise AssertionError(rank)

@@ -38,8 +38,8 @@ CPU = torch.device("cpu")  # behind the imports above: those below put other fol
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from conftest import make_llama  # noqa: E402
-from test_bad_input import change_config, change_tensors, shard  # noqa: E402
-from test_loading import (  # noqa: E402
+from damage import change_config, change_tensors, shard  # noqa: E402
+from spellings import (  # noqa: E402
     SCALINGS,
     SPELLINGS,
     as_half,
