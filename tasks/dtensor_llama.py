@@ -188,10 +188,8 @@ class WholeHeads(ParallelStyle):
             if mesh.get_local_rank() != 0:
                 module.bias = None  # the bias must enter the sum over ranks once
         if self.replicas:
-            module.__class__, module.get_kv_replica_group = (
-                ReplicatedKVLinear,
-                getter(self.replicas),
-            )
+            module.__class__ = ReplicatedKVLinear
+            module.get_kv_replica_group = getter(self.replicas)
         return module
 
 

@@ -140,7 +140,7 @@ BUGS = {
         "tp_attention", 4, "tp_attention.py", "if ranks > num_kv_heads:", "if False:",
         "k_proj.weight grad",
     ),
-    "wrong replicas of a shared KV head": (
+    "wrong holders of a shared KV head": (
         "tp_attention", 4, "partition.py", "start, stop = kv_head * queries_per_kv + start",
         "start, stop = kv_head * queries_per_kv + start * 0", "output",
     ),
