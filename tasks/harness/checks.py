@@ -146,18 +146,18 @@ class Comparison:
         return f"{name} ({shares[name]:.0%} of it{aside})" if name else "none has one"
 
     def furthest_off(self):
-        """Return, in words, how far the reference itself is off at most, by rms over a tensor.
+        """Return, in words, how far the reference itself is off at most, if it hides errors.
 
-        An error that is much smaller than this is not seen. The text is empty if none was measured.
+        By rms over a tensor: an error that is much smaller than this is not seen.
         """
         shares = {c["name"]: c["own_rms_share"] for c in self.checks if "own_rms_share" in c}
         name = max(shares, key=shares.get, default=None)
-        if name is None:
+        if name is None or shares[name] <= HIDES:
             return ""
-        text = f"; the reference itself is off by up to {shares[name]:.1e} ({name})"
-        if shares[name] > HIDES:
-            text += f": {str(self.dtype)[6:]} shows little here, --dtype float64 more"
-        return text
+        return (
+            f"; the reference itself is off by up to {shares[name]:.1e} ({name}): "
+            f"{str(self.dtype)[6:]} shows little here, --dtype float64 more"
+        )
 
     def check_same_bits(self, name, tensor):
         """Check that all ranks hold the same bits, as after a reduction, or in replicas."""
