@@ -152,6 +152,8 @@ def measure(run, args, path):
     record["peak_bytes"] = peak_memory_of_process(run.device, step)
     if on_gpu:
         record["reserved_bytes"] = torch.cuda.max_memory_reserved()
+        pinned = torch.cuda.host_memory_stats()
+        record["pinning_s"] = pinned.get("host_alloc_time.total", 0) / 1e6  # the CPU waits for it
     write()
     said = "nothing of the backward" if record["step_s"] is None else f"{record['step_s']:.1f} s"
     run.print0(f"a step of {args.positions:,} positions: {said}"
