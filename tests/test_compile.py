@@ -1,11 +1,25 @@
 """--compile: layers by torch.compile, held against the same reference as without it."""
 
+import copy
 import shutil
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import LlamaForCausalLM
 
 import launch
+from harness.compiling import compile_norms_and_mlps
+from kv_cache import (
+    choose_among_ranks,
+    choose_from_full_logits,
+    generate,
+    generate_in_place,
+    make_cache,
+)
 from planting import plant
+from tp_llama import tensor_parallelize
 
 pytestmark = pytest.mark.skipif(
     not shutil.which("g++"), reason="no C++ compiler, which torch.compile wants on a CPU"
@@ -69,6 +83,27 @@ def test_planted_bug(script, edit, said, tmp_path):
     flags = SCRIPTS[script]
     result = compiled(script, 2, "float32", tmp_path, *flags, tasks=tmp_path / "tasks")
     assert result.code == 1 and said in result.out, result.tail()
+
+
+@STRESS
+def test_norms_and_mlps():
+    """A cached token by compiled norms and MLPs, on more than one prompt's length and batch."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = LlamaForCausalLM.from_pretrained(launch.TASKS / "tiny_llama", dtype=torch.float32)
+        split = copy.deepcopy(model)
+        tensor_parallelize(split, init_device_mesh("cpu", (1,)))
+        compile_norms_and_mlps(split, torch.device("cpu"))
+        heads, chance = model.config.num_key_value_heads, torch.Generator().manual_seed(0)
+        for size in (1, 7), (3, 5):
+            ids = torch.randint(64, 1000, size, generator=chance)
+            mask, length = torch.ones_like(ids), size[1] + 12
+            expected = generate(model, ids, mask, 12, choose_from_full_logits)
+            cache = make_cache("static", split, heads, size[0], length)
+            found = generate_in_place(split, ids, mask, 12, choose_among_ranks, cache)
+            assert found.equal(expected)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_refused(tmp_path):

@@ -682,6 +682,7 @@ def test_overview_of_a_gpu(tmp_path):
         gpu.BY_HAND: {"step_s": [[0.3] * 3, [0.15, 0.1, 0.12]], "peak": [2**33, 3 * 2**30]},
     }
     ms = {one_token.GRAPH: 1.0, one_token.EAGER: 18.0, one_token.COMPILED: 3.8}
+    ms[one_token.PARTS] = 0.9
     files = {
         "step_compiled": {"model": model, "results": {"ways": ways, "size": [1, 8192]}},
         "token_time": {"results": {"token_ms": {"1": ms, "8": ms}, "weights_bytes": 2.4e9}},
@@ -696,7 +697,8 @@ def test_overview_of_a_gpu(tmp_path):
     step, one, eight, longest, long, longer = gpu.overview(data, tmp_path)[2:8]
     # 6 x 1.24e9 weights x 8,192 tokens, and attention: 76 TFLOP.
     assert "| 0.120 s (64% of the peak), 3.0 GiB | 0.250 s (31%" in step and "| 0.077 s |" in step
-    assert "| 1.00 ms | 18.00 ms | 3.80 ms | 0.50 ms | `make gpu STEP=3`" in one and "8 |" in eight
+    assert "| 1.00 ms; 0.90 ms (norms and MLPs compiled) | 18.00 ms | 3.80 ms | 0.50 ms |" in one
+    assert "8 |" in eight and "`make gpu STEP=3`" in one
     assert "| 10,240 (ours) | 600 (Hugging Face + PEFT) |" in longest
     assert "| 68 s, 24.0 GiB | - | - | 16 s, of attention alone |" in long
     assert "| 700 s, extrapolated (--offload) | - | - | 16 s" in longer

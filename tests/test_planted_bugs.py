@@ -1236,9 +1236,10 @@ BUGS = {
         "tp_ulysses --megatron-sp", 2, "megatron_sp.py", "(group.size(), -1))[:, group.rank()]",
         "(group.size(), -1))[:, 0]", "logits",
     ),
-    "gradients are added up along the wrong axis": (
-        "tp_ulysses --model random/small --num-layers 1", 4, "tp_ulysses.py",
-        'run, workload, mesh["sp"],', 'run, workload, mesh["tp"],', "grad",
+    "gradients are added up along both axes": (
+        "tp_ulysses --model random/small --num-layers 1", 4, "replicas.py",
+        "sum_in_place([tensor.grad for tensor in tensors], group, bucket_bytes)",
+        "sum_in_place([tensor.grad for tensor in tensors], dist.group.WORLD, bucket_bytes)", "grad",
     ),
     "a block's sum is sent twice": (
         "tp_ulysses", 2, "collectives.py",

@@ -15,6 +15,7 @@ import torch
 from transformers import DynamicCache, GenerationConfig
 
 from figures.bench.records import here_and_now
+from harness.compiling import compile_norms_and_mlps
 from harness.flags import make_parser, positive
 from harness.generation import hf_generate
 from harness.job import start
@@ -24,6 +25,7 @@ from tp_llama import tensor_parallelize
 from utils.errors import UserError
 
 GRAPH, LOOP = "ours, a graph a token", "ours"
+PARTS = "ours, norms and MLPs compiled, a graph a token"
 EAGER, COMPILED = "Hugging Face", "Hugging Face, static cache, compiled"
 
 
@@ -42,8 +44,13 @@ def measure(run, args):
     if run.world_size > 1:
         raise UserError("one process alone: start it by python, not by torchrun")
     whole = run.load_reference()
-    ours = run.load_model(partial(tensor_parallelize, mesh=run.mesh("tp")))
-    for model in whole, ours:
+    split = partial(tensor_parallelize, mesh=run.mesh("tp"))
+    ours = run.load_model(split)
+    models = {GRAPH: ours}
+    if run.device.type == "cuda":  # (on a CPU it would want a C++ compiler)
+        models[PARTS] = run.load_model(split)
+        compile_norms_and_mlps(models[PARTS], run.device)
+    for model in whole, *models.values():
         model.generation_config = GenerationConfig()  # nothing that ends a text
     weights = sum(p.numel() for p in whole.parameters()) * run.dtype.itemsize
     tokens, kv_heads = args.new_tokens, run.source.config.num_key_value_heads
@@ -51,11 +58,16 @@ def measure(run, args):
     for batch_size in args.batch_sizes:
         shape = batch_size, args.prompt_len
         ids = torch.randint(run.source.config.vocab_size, shape, device=run.device)
-        logits, expected = (model(ids).logits[:, -1] for model in (ours, whole))
+        expected = whole(ids).logits[:, -1]
         within = 32 * torch.finfo(run.dtype).eps * expected.abs().max().item()
-        run.check(f"logits after {batch_size} prompt(s)", [(logits, expected)], tolerance=within)
+        for name, model in models.items():
+            what = f"{name}: logits after {batch_size} prompt(s)"
+            run.check(what, [(model(ids).logits[:, -1], expected)], tolerance=within)
         ways = {
-            GRAPH: partial(replays, ours, ids, tokens, choose_among_ranks, kv_heads),
+            name: partial(replays, model, ids, tokens, choose_among_ranks, kv_heads)
+            for name, model in models.items()
+        }
+        ways |= {
             LOOP: partial(both_lengths, partial(by_loop, ours, ids), tokens),
             EAGER: partial(both_lengths, partial(hf_generate, whole, ids), tokens),
         }

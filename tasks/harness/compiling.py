@@ -19,19 +19,38 @@ def compile_layers(model, device):
     What a technique put into and around a layer is compiled with it, collectives included. Layers
     of one kind are compiled once. Raises UserError where a CPU has no C++ compiler.
     """
+    set_up_compiler(device)
+    # With a KV cache each layer would be compiled anew, for its own part of the cache.
+    model.config.use_cache = model.generation_config.use_cache = False
+    for layer in layers_of(model):
+        layer.compile()
+
+
+def compile_norms_and_mlps(model, device):
+    """Have each norm and MLP compiled, as `compile_layers` has layers: for cached tokens.
+
+    These are most of the small kernels of a token's step, and do not know of the cache. All layers'
+    are compiled once.
+    """
+    set_up_compiler(device)
+    base_of(model).norm.compile()
+    for layer in layers_of(model):
+        for part in layer.input_layernorm, layer.post_attention_layernorm, layer.mlp:
+            part.compile()
+
+
+def set_up_compiler(device):
+    """Raise UserError where a CPU has no C++ compiler; let too many compilations be an error.
+
+    A function is compiled anew for each kind of input. After too many PyTorch would run it
+    uncompiled, and the checks would not be of compiled code. (Older PyTorch warns.)
+    """
     compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
     if device.type == "cpu" and not shutil.which(compiler):
         raise UserError(f"--compile: on a CPU it needs a C++ compiler; there is no {compiler}")
-    # With a KV cache each layer would be compiled anew, for its own part of the cache.
-    model.config.use_cache = model.generation_config.use_cache = False
-    # A function is compiled anew for each kind of input. Too many compilations are made an error:
-    # else PyTorch would run the function uncompiled, and the checks would not be of compiled code.
-    # (Older PyTorch warns.)
     for name, value in RECOMPILING.items():
         if hasattr(torch.compiler.config, name):
             setattr(torch.compiler.config, name, value)
-    for layer in layers_of(model):
-        layer.compile()
 
 
 def time_first_forward(model, tell):
