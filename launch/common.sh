@@ -55,7 +55,7 @@ flags=("$@")  # of the script, after its name
 unset 'flags[0]'
 device=()
 
-count_gpus() {  # count_gpus ELSE: NPROC is the GPUs', or so many
+count_gpus() {  # count_gpus DEFAULT: set NPROC to the number of GPUs, without any to DEFAULT
     local found
     found=$(gpus)
     [[ " ${flags[*]-} " =~ \ --device[\ =]cpu\  ]] && found=0  # they are not to be used

@@ -10,8 +10,9 @@
 # IFACE, this machine's address and interface, default those by which HEAD is reached; NODE_TIMEOUT,
 # seconds of silence after which a machine is taken for lost, default 15; IS_HEAD, true or false, if
 # HEAD is an address that the first machine does not know as its own; OMP_NUM_THREADS and TORCHRUN as
-# in single_node.sh. Rank 0, which writes --json and --output-dir, need not be on HEAD: let them be on
-# a disk that all share. Nothing restarts by itself here: start it again, Task 5 with --resume.
+# in single_node.sh. Put --json and --output-dir on a disk that all machines share: rank 0 need not
+# be on HEAD, and of pretrain_2d.py each rank writes. Nothing restarts by itself here: start it
+# again, Task 5 with --resume.
 #
 # The machines need the same checkout, versions and flags, and a network that they trust: torchrun
 # and gloo do not ask who connects.
@@ -30,9 +31,9 @@ NODE_TIMEOUT=${NODE_TIMEOUT:-15}
 whole PORT
 whole NODE_TIMEOUT
 
-# torchrun guesses by names whether this machine is HEAD, and what its address is; on machines with
-# several interfaces or none of the names it guesses wrong. So: HEAD's address can be bound here, or
-# not; and this machine's is the one that packets to HEAD carry.
+# torchrun tells by names whether this machine is HEAD, and errs where there are several interfaces or
+# no such name. Here it is HEAD if HEAD's address can be bound on it; its own address is the one that
+# packets to HEAD carry.
 facts=$(python3 - "$HEAD" "$PORT" "$NNODES" <<'END'
 import socket, sys
 

@@ -23,7 +23,7 @@ checks each of the four against a single-rank run of the unmodified model, and t
     OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 2 tasks/data_parallel.py \\
         --memory-budget 0.7 --model random/balanced --batch-size 4 --seq-len 32
 
-trains with FSDP2 a model that has no room on a single rank, nor on two with `--strategy zero1`.
+trains with FSDP2 a model that does not fit on a single rank, nor on two with `--strategy zero1`.
 
     python tasks/data_parallel.py --spawn 2 --epochs 3 --gradients-dir gradients
     python tasks/data_parallel.py --compare-gradients gradients
@@ -79,9 +79,9 @@ class Partition(Dataset):
 class DataPartitioner:
     """Deals the samples of `data`, shuffled, to partitions. sizes: their shares of all samples.
 
-    Not sizes but ends of partitions are rounded, so each sample is in exactly one. The shuffle has
-    a random generator of its own, so all ranks deal alike, whatever else they draw. Raises
-    ValueError for a share below 0, and for shares that do not add up to 1.
+    It rounds where partitions end, not how large they are: each sample is in exactly one. The
+    shuffle has a random generator of its own, so all ranks deal alike, whatever else they draw.
+    Raises ValueError for a share below 0, and for shares that do not add up to 1.
     """
 
     def __init__(self, data, sizes=(0.7, 0.2, 0.1), seed=1234):

@@ -49,7 +49,7 @@ from utils.shards import (
     local_rows,
     refuse_on_slices,
     shard_of,
-    share_head_norms,
+    sum_head_norm_grads,
     with_full_logits,
 )
 
@@ -136,12 +136,12 @@ PLAN = {
 def dtensor_parallelize(model, mesh, plan=PLAN):
     """Make a LlamaForCausalLM tensor-parallel in place, over the one axis of `mesh`.
 
-    plan: {module name, * for any: ParallelStyle}. The number of KV heads need not divide by the
-    ranks, and may be smaller (`WholeHeads`). The model is used as before. Logits come out full; if
-    `labels` are given, `output.logits` stays a DTensor, split over the vocabulary (see
-    `split_loss`). Works on a model without memory (device meta) too. Raises UserError for more
-    ranks than query heads, for ranks that would have no vocabulary entries, and for a plan that
-    names modules that the model does not have; ValueError for a model that is split already.
+    plan: {module name, * for any: ParallelStyle}. The number of KV heads need not be a multiple
+    of the ranks', and may be smaller (`WholeHeads`). The model is used as before. Logits come out
+    full; if `labels` are given, `output.logits` stays a DTensor, split over the vocabulary (see
+    `split_loss`). The model may also be on the meta device. Raises UserError for more ranks than
+    query heads, for ranks that would have no vocabulary entries, and for a plan that names modules
+    that the model does not have; ValueError for a model that is split already.
     Source: torch.distributed.tensor.parallel; Megatron-LM, arXiv 1909.08053, section 3.
     """
     group_of_axis(mesh)  # raises for a mesh of several
@@ -154,7 +154,7 @@ def dtensor_parallelize(model, mesh, plan=PLAN):
     embedding, head = model.model.embed_tokens, model.lm_head
     tied = head.weight is embedding.weight
     apply_plan(model, mesh, plan)
-    share_head_norms(model, mesh.get_group())
+    sum_head_norm_grads(model, mesh.get_group())
     if tied:  # the plan gave each of them a shard of its own
         head.weight = embedding.weight
     model.loss_function = split_loss
@@ -163,7 +163,7 @@ def dtensor_parallelize(model, mesh, plan=PLAN):
 
 
 class WholeHeads(ParallelStyle):
-    """For a projection to heads (dim 0) or from heads (dim 1), if K does not divide by the ranks.
+    """For a projection to heads (dim 0) or from heads (dim 1), if K is no multiple of the ranks.
 
     DTensor deals out rows in equal chunks and would cut through heads. So the weight is an ordinary
     tensor, this rank's slice, with the same f before it (dim 0) or g after it (dim 1).

@@ -67,7 +67,7 @@ def each_token(model, ids, mask, new_tokens, choose, cache=None):
     """Yield the new tokens (B, 1) of `generate`, one position after the other."""
     x = model.get_input_embeddings()(ids)
     for _ in range(new_tokens):
-        # Positions count real tokens: a row with padding begins at 0, too. Those of x are kept.
+        # Positions count real tokens: a row with padding begins at 0, too. Keep those of x.
         positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -x.shape[1] :]
         output = model.model(
             inputs_embeds=x,
@@ -85,7 +85,7 @@ def each_token(model, ids, mask, new_tokens, choose, cache=None):
 def choose_from_full_logits(model, logits):
     """Return the likeliest tokens (B, 1) by full logits (B, 1, V), with embeddings (B, 1, H).
 
-    Raises ValueError for a part of the logits.
+    Raises ValueError for logits of a part of the vocabulary.
     """
     if logits.shape[-1] != model.config.vocab_size:
         words = f"{logits.shape[-1]} of {model.config.vocab_size}"
@@ -103,7 +103,7 @@ def choose_among_ranks(model, logits):
     embedding = model.get_input_embeddings()
     index = logits.argmax(-1)  # (B, 1), of this rank's rows
     row = F.embedding(index, embedding.weight)[:, 0]  # (B, H)
-    wide = torch.promote_types(row.dtype, torch.float32)  # holds whole numbers up to 2^24
+    wide = torch.promote_types(row.dtype, torch.float32)  # of token ids, too: exact up to 2^24
     value, token = logits[:, 0].gather(-1, index), index + embedding.rows[0]
     offer = torch.cat([x.to(wide) for x in (value, token, row)], -1)
     offers = all_gather(offer, embedding.get_group())

@@ -81,7 +81,7 @@ def keep_stage(model, stops, index):
     """Make stage `index` of a LlamaForCausalLM or a GPT2LMHeadModel, in place.
 
     stops: for each stage, the layer before which it ends. The modules that are left keep their
-    names. Works on a model without memory (device meta) too, so that a rank only ever loads its own
+    names. The model may also be on the meta device, so that a rank only ever loads its own
     layers. Where the LM head is tied to the embedding, the last stage keeps the embedding, too.
     """
     first, stop = (0, *stops)[index], stops[index]
@@ -286,7 +286,8 @@ class Pipeline:
         if key not in self.made:  # PyTorch's schedule fixes shapes in its first step
             self.made[key] = self.schedule_of_torch(len(sizes), ids.device)
         given = {"target": labels, "losses": losses} if self.is_last else {}
-        logits = self.made[key].step(*[ids][self.rank :], attention_mask=mask, **given)
+        inputs = [ids] if self.rank == 0 else []
+        logits = self.made[key].step(*inputs, attention_mask=mask, **given)
         return losses, logits
 
     def loss(self, logits, labels):
@@ -328,7 +329,7 @@ def load_stages(run, costs, number):
 
 
 def train(run, mesh, costs, batch):
-    """Take three steps of Adam, also with a model for which no single rank has room."""
+    """Take three steps of Adam, also with a model that fits on no single rank."""
     stages, losses = load_stages(run, costs, run.world_size), []
     pipe = Pipeline(mesh, "1f1b", stages, run.world_size)
     optimizer = torch.optim.Adam(stages[0].parameters(), lr=1e-4)

@@ -653,10 +653,11 @@ def make_epochs(run, args):
 
 
 def expect_epochs(run, batches, epochs, lr):
-    """Train the unmodified model alike; return its losses, their least error, and [the model].
+    """Train the unmodified model in the same way; return (losses, least error, [the model]).
 
-    The losses, of all steps and each epoch's validation, are a list: the model's and, below
-    float64, its wider copy's. The model's .grad holds the changes of its parameters.
+    losses: of all steps and each epoch's validation, a list: the model's and, unless it is float64,
+    those of a copy in a wider dtype. least error: what the reference is taken to be off by at
+    least. Each parameter's .grad is set to its change by the training, for `compare_gradients`.
     """
     model = run.load_reference()
     models = [model, *([harness.wider_copy(model)] if run.dtype in harness.WIDER else [])]

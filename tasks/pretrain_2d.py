@@ -11,15 +11,15 @@ parallelism, arXiv 2205.05198). Here is what both plans hold and send (forward; 
     out of a block          g: all-reduce; nothing      reduce-scatter of tokens; all-gather
     a norm's gradient       equal on all ranks          a sum over the ranks' tokens
 
-An all-reduce is a reduce-scatter and an all-gather: both plans send as many bytes. Logits and their
-cross-entropy (`loss_parallel`) stay split over the vocabulary. Along dp, FSDP2 splits each tensor
-once more (as in `data_parallel.py`), or `--replicate` keeps copies of it.
+An all-reduce is a reduce-scatter and an all-gather: both plans send the same bytes. Logits and
+their cross-entropy (`loss_parallel`) stay split over the vocabulary. Along dp, FSDP2 splits each
+tensor once more (as in `data_parallel.py`), or `--replicate` keeps copies of it.
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 4 tasks/pretrain_2d.py --dp 2 --tp 2
 
 compares ten steps with a single-rank run of the unmodified model: losses, gradients, their norms,
 learning rates, parameters. `--output-dir DIR` keeps checkpoints, which any other mesh can read.
-`--memory-budget` trains on long sequences instead, for which a single rank may have no room.
+`--memory-budget` trains on long sequences instead, which may not fit on a single rank.
 """
 
 import inspect
@@ -128,7 +128,7 @@ PLAN = {
 
 
 def plan_uneven_heads(model, ranks, rank):
-    """Return plan entries for heads that do not divide by the ranks; set the layers' GQA ratio.
+    """Return plan entries for heads that are no multiple of the ranks; set the layers' GQA ratio.
     Raises UserError for more ranks than query heads.
     """
     N, K = model.config.num_attention_heads, model.config.num_key_value_heads
@@ -152,10 +152,10 @@ def plan_uneven_heads(model, ranks, rank):
 def parallelize_2d(model, mesh, replicate=False):
     """Split a LlamaForCausalLM in place, over a mesh of the axes "dp" and "tp".
 
-    The plan splits it over tp, and FSDP2 over dp, unless dp is 1 or `replicate` is set. Works on a
-    model without memory (device meta), too. Its logits are DTensors, split over the vocabulary. Its
-    forward takes full ids. It raises ValueError for what `see_whole_sequence` refuses, and for
-    labels: `forward_backward` takes them, and sums the gradients.
+    The plan splits it over tp, and FSDP2 over dp, unless dp is 1 or `replicate` is set. The model
+    may also be on the meta device. Its forward takes full ids (B, S) and gives logits that are
+    DTensors, split over the vocabulary. That forward raises ValueError as `prepare_full_sequence`
+    does, and for labels, which `forward_backward` takes.
     Raises UserError for more ranks along tp than query heads or vocabulary entries, ValueError for
     a model that is split already, or has norms of heads or, with tp > 1, a sliding window.
     """
@@ -171,7 +171,7 @@ def parallelize_2d(model, mesh, replicate=False):
     apply_plan(model, tp, PLAN | plan_uneven_heads(model, tp.size(), tp.get_local_rank()))
     if tied:  # the plan gave each of them a shard of its own
         head.weight = base.embed_tokens.weight
-    base.register_forward_pre_hook(bind(see_whole_sequence, ranks=tp.size()), with_kwargs=True)
+    base.register_forward_pre_hook(bind(prepare_full_sequence, ranks=tp.size()), with_kwargs=True)
     model.register_forward_pre_hook(refuse_labels, with_kwargs=True)
     if mesh["dp"].size() > 1 and not replicate:
         # A tied embedding and the head must be in one unit, else they are no longer tied.
@@ -180,12 +180,13 @@ def parallelize_2d(model, mesh, replicate=False):
     return model
 
 
-def see_whole_sequence(base, args, kwargs, ranks):
+def prepare_full_sequence(base, args, kwargs, ranks):
     """Give a LlamaModel its positions, as a pre-hook; refuse all but plain causal attention.
 
-    Hugging Face makes positions and masks by the shape of the embeddings, and here a rank has only
-    its own tokens'. Raises ValueError for tokens that do not divide by the ranks along tp, a mask
-    with padding, packed documents, embeddings as input, a KV cache, and eager or flex attention.
+    Hugging Face makes positions and masks by the shape of the embeddings, and here they are of a
+    rank's own tokens. Raises ValueError for tokens that are no multiple of the ranks along tp, a
+    mask with padding, packed documents, embeddings as input, a KV cache, and eager or flex
+    attention.
     """
     given = inspect.signature(base.forward).bind(*args, **kwargs).arguments
     given |= given.pop("kwargs", {})  # those without a name in the signature
@@ -230,7 +231,7 @@ def loss_of(model, batch, mesh):
 def forward_backward(model, batch, mesh, replicate=False):
     """Run forward and backward; return the mean loss over the labels of all ranks, on each rank.
 
-    Microbatches before an optimizer step add up: each call sums only its own gradients over ranks.
+    Gradients of microbatches accumulate: each call sums those alone over ranks that it has made.
     """
     dp = mesh["dp"]
     part, _ = loss_of(model, batch, mesh)

@@ -12,9 +12,9 @@ keys are on their way (arXiv 2310.01889). Attention is causal, so later keys are
 A block gives outputs and, for each query, the log of the sum of its scores' exponentials. With
 these log-sum-exps two blocks merge into what both sets of keys would give at once. In the backward
 keys and values travel again, and behind them travel their gradients, to which each rank adds, until
-they are home. A block's gradients are exact: its probabilities P come from *all* keys'
-log-sum-exps. Its scores' gradient is P (dP - the row's sum of do o), with o the output over all
-keys.
+they are home. A block's gradients are exact: with lse the log-sum-exp over *all* keys, and o the
+output over all keys, its probabilities are p = exp(s - lse), and its scores' gradient is
+ds = p * (dp - rowsum(do * o)).
 
 This file has the ring twice. First comes its simplest form, for contiguous shares of one sequence
 without padding. Then comes what `ring_parallelize` gives a full model: equal work for all ranks
@@ -141,7 +141,7 @@ class ContiguousRing(torch.autograd.Function):
 
 
 def contiguous_ring(query, key, value, group, length, causal=True):
-    """Attend from this rank's tokens, of `length`, as `ring_attention` does."""
+    """Do as `ring_attention` does, without a mask, for contiguous shares of `length` tokens."""
     shares = [shard_range(length, group.size(), rank) for rank in range(group.size())]
     sizes = [stop - first for first, stop in shares]
     return ContiguousRing.apply(query, key, value, sizes, group, causal)
@@ -381,12 +381,12 @@ class RingAttention(torch.autograd.Function):
 def ring_attention(query, key, value, group, causal=True, length=None, zigzag=False, mask=None):
     """Attend from query (B, N, S/P, D) to all ranks' key and value, (B, K, S/P, D) each.
 
-    causal: if not, each token sees all tokens; for contiguous shares, without a mask. length: S, by
-    default P times this rank's tokens; P or more. zigzag: which tokens a rank has, see `Ring`;
-    `Ring(group, length, zigzag).order()` lists all ranks' tokens in turn. mask: None if no more
-    than causal, or made by `MaskInfo.to_tensor`. Raises ValueError for shapes or dtypes that do not
-    fit each other or `length`, and for what is only causal. Source: Ring Attention, arXiv
-    2310.01889, section 3.
+    causal: if False, each token sees all tokens, and shares are contiguous. length: S, by default P
+    times this rank's tokens; P or more. zigzag: which tokens a rank has, see `Ring`;
+    `Ring(group, length, zigzag).order()` lists all ranks' tokens in turn. mask: None, or padding
+    and documents, made by `MaskInfo.to_tensor`. Raises ValueError for shapes or dtypes that do not
+    fit each other or `length`, and for zigzag or a mask with causal=False. Source: Ring Attention,
+    arXiv 2310.01889, section 3.
     """
     length = seq_len(query, key, value, group, length)
     if not causal:
@@ -401,8 +401,8 @@ def attend_in_ring(
 ):
     """Run `ring_attention` as Hugging Face calls it; return the output (B, S/P, N, D) and None.
 
-    attention_mask: made by `MaskInfo.to_tensor`. Raises ValueError for dropout, and for scores that
-    are not scaled by the root of D; UserError as `check_window` does.
+    attention_mask: made by `MaskInfo.to_tensor`. Raises ValueError for dropout, and for a
+    scaling other than 1/sqrt(D); UserError as `check_window` does.
     """
     if dropout:
         raise ValueError("attention dropout: not in a ring")

@@ -41,7 +41,7 @@ SHAPES = "assignment", "llama-3.2-1b"
 
 
 def tensor_parallelize_attention(attention, mesh):
-    """Make a LlamaAttention tensor-parallel in place, over the ranks of `mesh`, of one axis.
+    """Make a LlamaAttention tensor-parallel in place, over the ranks of a `mesh` of one axis.
 
                       full          local
     q_proj            (N D, H)      (N/P D, H)           column-parallel, whole heads

@@ -49,7 +49,7 @@ from utils.shards import (
     keep_shard,
     local_rows,
     refuse_on_slices,
-    share_head_norms,
+    sum_head_norm_grads,
     with_full_logits,
 )
 
@@ -59,9 +59,9 @@ LOSS_TILE_BYTES = 2**28  # for a loss, logits of more bytes are made in tiles of
 
 
 def tensor_parallelize(model, mesh, vocab_parallel=True, region_ops=None, overlap=False):
-    """Make a LlamaForCausalLM tensor-parallel in place, over the ranks of `mesh`, of one axis.
+    """Make a LlamaForCausalLM tensor-parallel in place, over the ranks of a `mesh` of one axis.
 
-    Models that are built as one can be split, too: Mistral, Qwen2, Qwen3, SmolLM3 (see
+    Models with the same parts as a Llama can be split, too: Mistral, Qwen2, Qwen3, SmolLM3 (see
     `check_ordinary`).
 
                             full        local
@@ -77,9 +77,9 @@ def tensor_parallelize(model, mesh, vocab_parallel=True, region_ops=None, overla
     Shares may be uneven; with more ranks than KV heads each KV head is held by several ranks (see
     `shard_heads`). The model is used as before. Without labels, logits are gathered and come out
     full. With `labels`, the loss is computed from split logits, and `output.logits` is this rank's
-    (B, S, V/P). Where these would take more than `LOSS_TILE_BYTES`, it is None: the LM head then
-    returns its input. Attention weights, if asked for, are of this rank's heads. Works on a model
-    without memory (device meta) too.
+    (B, S, V/P). If these would take more than `LOSS_TILE_BYTES`, `output.logits` is None, and the
+    loss is computed tile by tile. Attention weights, if asked for, are of this rank's heads. The
+    model may also be on the meta device.
     region_ops: functions of (x, group), in place of f and g. overlap: all-reduces of the layers' f
     run while the weights' gradients are computed, see `utils.overlap`.
     Raises UserError for more ranks than query heads or vocabulary entries, ValueError for a model
@@ -88,7 +88,7 @@ def tensor_parallelize(model, mesh, vocab_parallel=True, region_ops=None, overla
     """
     group, (enter, leave) = group_of_axis(mesh), region_ops or (copy_to_region, reduce_from_region)
     if overlap and region_ops:
-        raise ValueError("overlap: of f, in whose place region_ops has another function")
+        raise ValueError("overlap is of f, which region_ops replaces: give one of them")
     refuse_on_slices(model)
     rank, ranks = group.rank(), group.size()
     guard_dropout(model, ranks)
@@ -125,7 +125,7 @@ def tensor_parallelize(model, mesh, vocab_parallel=True, region_ops=None, overla
             if rank != 0:
                 last.bias = None  # it must enter the sum over ranks once: rank 0 adds it
 
-    share_head_norms(model, group)
+    sum_head_norm_grads(model, group)
     if vocab_parallel:
         split_vocabulary(model, group, enter)
     return model
@@ -253,7 +253,7 @@ def vocab_parallel_cross_entropy(
 def sum_of_vocab_parallel_losses(model, logits, targets, ignore_index=-100):
     """Sum the cross-entropy over tokens, on all ranks; (B, S, V/P), (B, S) -> a scalar.
 
-    logits: or hidden states (B, S, H), where the LM head has passed them on.
+    logits: or the hidden states (B, S, H), if `VocabParallelHead` has passed them on.
     """
     head = model.lm_head
     group, rows = head.get_group(), head.rows
@@ -279,8 +279,8 @@ def vocab_parallel_loss(
     """Return the mean next-token loss, on all ranks, of logits (B, S, V/P) and labels (B, S).
 
     It takes the place of Hugging Face's loss: labels are the input tokens and are shifted here,
-    `ignore_index` marks tokens without loss, and the sum is divided by the number of other tokens,
-    or, as its Trainer wants it, by `num_items_in_batch`. Raises ValueError and IndexError as
+    and the sum is divided by the number of targets that are not `ignore_index`, or, if Hugging
+    Face's Trainer gives it, by `num_items_in_batch`. Raises ValueError and IndexError as
     `next_tokens` does.
     """
     size = logits.shape[:2]

@@ -4,7 +4,7 @@ The one idea (Megatron-LM, arXiv 1909.08053, section 3): split the F hidden unit
 its input or output. Each rank owns F/P units: their rows of gate_proj and up_proj (column-parallel:
 the *output* dim is split) and their columns of down_proj (row-parallel: the *input* dim is split).
 The activation works unit by unit, so nothing is sent in between; at the end one all-reduce sums
-the ranks' partial outputs. In the backward, one in front of the block sums its input's gradients.
+the ranks' partial sums. In the backward another one, in f, sums the gradients of the MLP's input.
 
     x --norm--> f --+--> gate_proj, up_proj (F/P units) --> act * --> down_proj --> g --> y
                     forward: nothing                     forward: all-reduce
@@ -69,8 +69,8 @@ def tensor_parallelize_mlp(mlp, mesh):
     up_proj       (F, H)      (F/P, H)      column-parallel
     down_proj     (H, F)      (H, F/P)      row-parallel
 
-    F need not divide by P. Biases of gate_proj and up_proj are split with their units; the bias of
-    down_proj must enter the sum over ranks once, so only rank 0 of the axis has it.
+    F need not be a multiple of P. Biases of gate_proj and up_proj are split with their units; the
+    bias of down_proj must enter the sum over ranks once, so only rank 0 of the axis has it.
     Source: Megatron-LM, arXiv 1909.08053, section 3.
     """
     group = group_of_axis(mesh)
@@ -131,12 +131,12 @@ def compare(run, title, reference, parallel, x):
     """Run all checks of one block. reference: on rank 0, None elsewhere; x: the same on all ranks.
 
     For the loss .sum(), returns the parallel block's output and input gradient, and for each of the
-    two the expected values: the reference's and, below float64, those of its copy in a wider dtype.
+    two the expected values: the reference's and, unless it is float64, those of a wider copy.
     """
     references = run.references(reference)
     run.check_weights(title, parallel, references)
-    # The loss is .sum(), as in the assignment. expected_y: the reference's output and, below
-    # float64, its wider copy's: from this `tolerance.py` measures the reference's error and y's.
+    # The loss is .sum(), as in the assignment. expected_y: the reference's output and, unless it is
+    # float64, that of a copy in a wider dtype, from which the errors of both outputs are measured.
     y, x_grad = block_step(parallel, x)
     expected_y, expected_x_grad = run.reference_values(
         lambda block: block_step(block, x), references

@@ -6,14 +6,14 @@ split: each of P ranks holds a part of it. There are two ways to split w.
                         by columns                       by rows
     w, on a rank        (k, n/P)                         (k/P, n)
     what it needs of x  all of it, (m, k)                its columns, (m, k/P)
-    forward: x @ w is   its columns of y, (m, n/P)       a part of a sum, (m, n)
+    forward: x @ w is   its columns of y, (m, n/P)       a partial sum, (m, n)
         so y takes      an all-gather                    an all-reduce
     backward: dw is     (k, n/P), nothing is sent        (k/P, n), nothing is sent
-    backward: dx is     a part of a sum, (m, k)          its columns of dx, (m, k/P)
+    backward: dx is     a partial sum, (m, k)            its columns of dx, (m, k/P)
         so dx takes     an all-reduce                    an all-gather
 
 An all-gather puts the parts side by side, an all-reduce adds them up; both leave the result on
-every rank. The forward of one way is the backward of the other.
+every rank. What one way sends in the forward, the other sends in the backward.
 
 Of two layers, y = fc2(fc1(x)), the first is split by columns, the second by rows. A rank's columns
 of fc1's output are all that its rows of fc2 need, so nothing is sent between the layers:
@@ -299,7 +299,8 @@ def compare(run, title, model, references, actual, expected, lr):
     run.show_texts("fc1_grad", harness.brief(expected_grad), part)
     run.show("input grad", expected_x_grad[0], x_grad)
     run.check(f"{title}: outputs", [(y, *expected_y)])
-    # How far off one number is depends on chance: so the loss's bound is its terms' rms error.
+    # The error of a single number is chance: so the loss may always be off by the rms error of the
+    # squared errors that it averages.
     least_error = harness.error_of_mean(*expected_errors)
     run.check(f"{title}: loss", [(loss, *expected_losses)], least_error=least_error)
     run.check(f"{title}: input grad", [(x_grad, *expected_x_grad)])

@@ -13,11 +13,11 @@ Task 2's f and g)
             -> o_proj -> g -> + -> norm -> f -> MLP, F/tp units -> g -> +
     -> norm -> f -> LM head, rows V/tp -> logits (B, S/sp, V/tp) -> loss from log-sum-exps
 
-The gradients on a column's ranks are parts of a sum: one all-reduce along sp, of 1/tp of the
-weights, adds them up.
+The gradients on a column's ranks are partial sums: one all-reduce along sp, of 1/tp of the
+weights, completes them.
 
-`--megatron-sp` splits norms along tp by tokens (`mesh/megatron_sp.py`); sequences are then padded
-to a multiple of the ranks.
+`--megatron-sp` splits what is between blocks (norms, residual stream) along tp, by tokens
+(`mesh/megatron_sp.py`); sequences are then padded to a multiple of the ranks.
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 4 tasks/tp_ulysses.py --tp 2 --sp 2
 
@@ -110,7 +110,7 @@ def comm_bytes_per_layer(model, B, S, mesh, sequence, megatron_sp):
     import ring_attention
     import ulysses_forward
 
-    L, P, attention = len(model.model.layers), mesh["tp"].size(), model.model.layers[0].self_attn
+    L, tp, attention = len(model.model.layers), mesh["tp"].size(), model.model.layers[0].self_attn
     if sequence == "ulysses":
         sent = [ulysses_forward.comm_bytes_per_layer(model, B, S)] * 2
     elif sequence == "ring":
@@ -129,10 +129,10 @@ def comm_bytes_per_layer(model, B, S, mesh, sequence, megatron_sp):
             for passed in ring_attention.comm_bytes_per_layer(model, B, S, ring, num_kv_heads)
         ]
     e, H = model.dtype.itemsize, model.config.hidden_size
-    half = (P - 1) / P * B * S / mesh["sp"].size() * H * e  # of an all-reduce's bytes
+    half = (tp - 1) / tp * B * S / mesh["sp"].size() * H * e  # of an all-reduce's bytes
     # Forward: two blocks a layer, and the embedding. The backward also sums gradients of weights.
     forward, backward = (4 * L + 1, 4 * L + 1) if megatron_sp else (4 * L + 2, 4 * L)
-    weights = megatron_sp * (2 + 1 / L) * 2 * (P - 1) / P * H * e
+    weights = megatron_sp * (2 + 1 / L) * 2 * (tp - 1) / tp * H * e
     if isinstance(attention.k_proj, ReplicatedKVLinear):  # several ranks hold one KV head
         replicas = attention.k_proj.get_kv_replica_group().size()
         inputs = H + (attention.k_proj.bias is not None)
@@ -162,7 +162,11 @@ def main():
         help="of usp: neighbours that exchange heads, which divide sp; "
         "default by KV heads and machines",
     )
-    add("--megatron-sp", action="store_true", help="along tp, split norms by tokens; default no")
+    add(
+        "--megatron-sp",
+        action="store_true",
+        help="along tp, split what is between blocks by tokens; default no",
+    )
     harness.start(parser.parse_args(), show)
 
 
@@ -218,8 +222,8 @@ def show(run, args):
         local = torch.arange(S)[model.tokens(S)]
         return local.view(tp, -1)[mesh["tp"].get_local_rank()] if args.megatron_sp else local
 
-    # Along more than two ranks, a sum of few bytes by gloo, or a sum in half precision, is made of
-    # other messages, with other numbers of bytes.
+    # Along more than two ranks `all_reduce` may gather or exchange instead (few bytes by gloo, half
+    # precision), padded: the formula does not give these bytes exactly.
     exact = tp <= 2 or dist.get_backend(mesh["tp"].get_group()) == SHARED_MEMORY
     unsplit = "norm" if tp > 1 else ""
     workload, how = harness.Workload.of(args), {"unsplit": (unsplit,), "exact": exact}

@@ -21,15 +21,15 @@ and its core, `local_loss`:
 * The loss is the sum over all ranks' tokens, divided by the number of labels on all ranks. A mean
   of the ranks' means would weigh a token by the rank that holds it. A rank without a label adds 0,
   and takes part in every collective.
-* What is trained is replicated. Each rank's gradient is its tokens' part of a sum. One all-reduce
-  before the optimizer adds the parts up, and the replicas stay the same to the last bit.
+* What is trained is replicated. Each rank's gradient is a partial sum, over its tokens. One
+  all-reduce before the optimizer completes it, and the replicas stay the same to the last bit.
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 2 tasks/ulysses_finetune.py
 
 first trains three steps beside a single-rank run of the unmodified model under plain PEFT, and
 compares losses, gradients before the optimizer, and parameters after it. Then it trains. In
 --output-dir it leaves the adapter, which plain PEFT opens, and checkpoints. From these a killed job
-goes on to the same bits; under `torchrun --max-restarts` it does so by itself.
+resumes, with the same results to the bit; under `torchrun --max-restarts` it does so by itself.
 """
 
 import math
@@ -112,9 +112,10 @@ def shift_and_split(model, labels):
 def shard_loss(model, ids, mesh, techniques=None):
     """Return this rank's part of the mean next-token loss, with PEFT and packed documents, too.
 
-    It is `local_loss` for virtual prompts and packing, too. Virtual tokens stand before each
-    document. They and filler have no label, nor has a document's first position, which nothing
-    predicts. Positions restart with each document, and a token sees its own document alone.
+    It prepares virtual tokens and packed documents, and calls `local_loss`, or with `techniques`
+    `sequence_loss`. Virtual tokens stand before each document. They and filler have no label, nor
+    has a document's first position, which nothing predicts. Positions restart with each document,
+    and a token sees its own document alone.
 
     (Task 4's `model(ids, labels=ids).loss` is the sum of all ranks' parts, on every rank. Both
     losses give a rank the same gradients: the part that its own tokens contribute.)
@@ -189,7 +190,7 @@ def virtual_tokens(model, batch_size):
 def forward_backward(model, ids, mesh, techniques=None, norms=None):
     """Run forward and backward, all-reduce gradients; return this rank's part of the loss.
 
-    Several microbatches before an optimizer step add up: each call sums its own gradients alone.
+    Gradients of microbatches accumulate: each call all-reduces those alone that it has made.
     norms: a list that gets the norm of each gradient before the sum, of this rank's tokens alone.
     """
     parameters = trained_parameters(model).values()
@@ -210,9 +211,10 @@ def make_optimizer(model, lr):
 def train(model, optimizer, forward_backward, batches, first, steps, stopped=()):
     """Take the steps from `first` to `steps` - 1; yield each one's loss, and whether to stop there.
 
-    forward_backward: the function above, of (model, ids). batches(i): the ids of step i. stopped:
-    the signals to stop that this rank has got so far. All ranks learn of them with the step's loss,
-    and end after the same step. Raises UserError where a loss or a gradient is not finite.
+    forward_backward(model, ids, norms): the function above, for a mesh and techniques. batches(i):
+    the ids of step i. stopped: the signals to stop that this rank has got so far. All ranks learn
+    of them with the step's loss, and end after the same step. Raises UserError where a loss or a
+    gradient is not finite.
     """
     parameters, group = trained_parameters(model), llama_of(model).get_group()
     for i in range(first, steps):

@@ -16,7 +16,7 @@ A token's label is the next token, which may be on another rank: labels are shif
 split. A rank may have fewer valid labels than others, or none; so the loss is the sum of all ranks'
 losses, divided by the number of all ranks' labels, and not a mean of the ranks' means. (That is in
 utils/sequence.py: `SequenceParallelLlama.forward`.) The backward is the same the other way round.
-Each rank uses the weights for its own tokens, so the ranks' gradients are parts of a sum: one
+Each rank uses the weights for its own tokens, so the ranks' gradients are partial sums: one
 all-reduce after the backward adds them up (`sum_gradients`), as in data parallelism.
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 2 tasks/ulysses_forward.py
@@ -44,10 +44,10 @@ from utils.sequence import (
     MaskInfo,
     SequenceParallelLlama,
     as_attention_takes,
+    assign_heads,
     check_window,
     convert_attention,
     seq_len,
-    share_heads,
 )
 
 # ---------------------------------------------------------------- the technique
@@ -179,27 +179,27 @@ def to_tokens(output, group, heads, S):
 
 
 def sequence_parallelize(model, mesh):
-    """Make a LlamaForCausalLM sequence-parallel in place, over the ranks of `mesh`, of one axis.
+    """Make a LlamaForCausalLM sequence-parallel in place, over the ranks of a `mesh` of one axis.
 
     All ranks keep full weights. The model is used as before (see `SequenceParallelLlama`), but
     a rank's gradients of weights and `inputs_embeds`, of full shape, come from its own tokens only:
-    call `sum_gradients` after the backward. Sequence length and batch size may be any; query heads,
-    KV heads and tokens that do not divide by the ranks are dealt out unevenly.
+    call `sum_gradients` after the backward. Any sequence length and batch size works: where heads
+    or tokens are not a multiple of P, shares are uneven.
 
     `model.tokens(S)` says which tokens this rank has. With these tokens only, call
     `model.model(inputs_embeds=..., position_ids=..., attention_mask=model.attention_mask_info(S))`:
     it returns their hidden states, (B, S/P, H).
 
-    The model may be tensor-parallel along another axis: then the heads that are dealt out are
-    those of a rank of that axis. Works on a model without memory (device meta) too. Raises
-    UserError for more ranks than query heads and for RoPE that depends on the length of the
-    sequence, ValueError as `convert_attention` does.
-    Up to K ranks get whole KV groups: of 4 on 3 ranks one gets two, and takes twice as long.
+    The model may be tensor-parallel along another axis: then the ranks here share the heads that
+    their tensor-parallel rank holds. It may also be on the meta device. Raises UserError for more
+    ranks than query heads and for RoPE that depends on the length of the sequence, ValueError as
+    `convert_attention` does. Up to K ranks get whole KV groups: with 4 groups, one of 3 ranks gets
+    two, and takes twice as long.
     Source: DeepSpeed-Ulysses, arXiv 2309.14509, section 3.
     """
     group = group_of_axis(mesh)
     convert_attention(model, SequenceParallelLlama, group, "ulysses", attend_to_all_tokens)
-    share_heads(model, group)
+    assign_heads(model, group)
     guard_dropout(model, group.size())
     return model
 
@@ -210,8 +210,9 @@ def sequence_parallelize(model, mesh):
 def comm_bytes_per_layer(model, B, S, group=None):
     """Return the bytes that a rank sends in one layer's forward; the backward sends as many.
 
-    A mean over ranks. For sizes that divide: (P-1)/P (T/P) e D (2N + 2 max(K, P)), with T = B S
-    tokens and numbers of e bytes. group: ranks that exchange heads; default `model.get_group()`.
+    A mean over ranks. For sizes that are multiples of P: (P-1)/P (T/P) e D (2N + 2 max(K, P)), with
+    T = B S tokens and numbers of e bytes. group: ranks that exchange heads; default
+    `model.get_group()`.
     """
     attention, group = model.model.layers[0].self_attn, group or model.get_group()
     tokens, queries, keys = split_sizes(group, attention.heads, S)

@@ -1226,9 +1226,9 @@ BUGS = {
     ),
     "a gather's gradient is one rank's": (
         "tp_ulysses --megatron-sp", 2, "megatron_sp.py",
-        "return whole_of(x, group)\n\n    @staticmethod\n    @once_differentiable\n"
-        "    def backward(ctx, grad):\n        return sum_of(grad, ctx.group), None",
-        "return whole_of(x, group)\n\n    @staticmethod\n    @once_differentiable\n"
+        "return all_gather_tokens(x, group)\n\n    @staticmethod\n    @once_differentiable\n"
+        "    def backward(ctx, grad):\n        return reduce_scatter_tokens(grad, ctx.group), None",
+        "return all_gather_tokens(x, group)\n\n    @staticmethod\n    @once_differentiable\n"
         "    def backward(ctx, grad):\n"
         "        return grad.chunk(ctx.group.size(), 1)[ctx.group.rank()], None", "grad",
     ),

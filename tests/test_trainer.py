@@ -33,7 +33,7 @@ Path(f"{arguments.output_dir}_{dist.get_rank()}.json").write_text(json.dumps(val
 NO_SUM = ("sum_gradients(self.model.parameters(), mesh)", "pass")
 NO_CHECK = (
     "from utils.replicas import sum_gradients\n",
-    "from utils import agreement\n\nagreement.error_in = lambda *_: None\n",
+    "from guards import agreement\n\nagreement.error_in = lambda *_: None\n",
 )
 # What the single process leaves out of the page's program: all that splits the model.
 ALONE = [("sequence_parallelize(model, mesh)", ""), NO_SUM]

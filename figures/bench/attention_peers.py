@@ -27,7 +27,7 @@ from harness.job import start
 from ring_attention import Ring, ring_attention
 from ulysses_forward import by_documents, ulysses_attention
 from utils.errors import one_line
-from utils.kernels import for_all
+from utils.kernels import repeat_kv_heads
 from utils.partition import shard_range
 from utils.sequence import MaskInfo
 
@@ -107,7 +107,7 @@ def step(attend, tensors):
 
 def alone(mask, q, k, v):
     """PyTorch's attention, of (B, heads, S, D)."""
-    k, v = (for_all(x, q.shape[1]) for x in (k, v))
+    k, v = (repeat_kv_heads(x, q.shape[1]) for x in (k, v))
     seen = mask.full()
     if mask.documents is not None:
         same = mask.documents[:, None, :, None] == mask.documents[:, None, None]

@@ -3,9 +3,9 @@
     OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 2 -m figures.bench.decoding \\
         --model random/llama-3.2-1b --num-layers 4
 
-One process with the cores of all ranks, Task 2's model by hand, a DTensor plan and transformers'
-own plan, each over both, in turns, slowest rank, as everywhere; and Task 2's without any collective
-(and so with wrong tokens), for what the rest takes.
+Compares, in turns and by the slowest rank: one process with the cores of all ranks; Task 2's model,
+a DTensor plan and transformers' own plan, each through shared memory and by gloo; and Task 2's
+model without its collectives, whose tokens are wrong, to time all else.
 """
 
 from functools import partial

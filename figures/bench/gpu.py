@@ -1,4 +1,4 @@
-"""Everything that one GPU can show: `make gpu`, in twenty minutes.
+"""What one GPU can show: `make gpu` runs steps 1 to 5, in twenty minutes, `--long` the others.
 
     python -m figures.bench.gpu                 # steps 1 to 5, in order
     python -m figures.bench.gpu --long          # steps 6 to 10, which take half an hour more

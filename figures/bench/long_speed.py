@@ -3,10 +3,9 @@
     OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 2 -m figures.bench.long_speed \\
         --model random/small --json figures/records/long_speed.json
 
-One process, with as many threads as all ranks: layers recomputed, loss and MLP in tiles; the same
-but for attention, whose outputs are kept (a selective checkpoint); the same process with what
-`tasks/memory/long_sequence.py` does; and that on all ranks. After a check that all give the same
-loss.
+Four contenders: one process, with as many threads as all ranks, that recomputes layers, with loss
+and MLP in tiles; the same with a selective checkpoint, which keeps attention's outputs; the same
+process with `tasks/memory/long_sequence.py`; and that on all ranks. Then their losses are compared.
 """
 
 import statistics

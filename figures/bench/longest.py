@@ -1,4 +1,4 @@
-"""The longest sequence for three steps of prompt tuning, on a GPU one, under a limit on memory.
+"""Find the longest sequence of which three steps of prompt tuning (on a GPU: one) fit into memory.
 
     python -m figures.bench.longest  # all of it, into figures/records/longest.json
     python -m figures.bench.longest --budgets 64 --only ours --ranks 1 4
@@ -37,7 +37,7 @@ def command(name, length, budget, model):
     flags += ["--steps", 1 if "cuda" in model else STEPS, "--memory-budget", budget / 2**10]
     if name in PLAIN:
         return Path(__file__).with_name("plain_finetune.py"), *flags
-    # What ranks share the limit does not see: by gloo all is a rank's own.
+    # The limit does not count memory that ranks share; with gloo all of a rank's is its own.
     flags += ["--num-virtual-tokens", PROMPT, "--check-steps", 0, "--gloo"]
     return TASKS / "ulysses_finetune.py", *flags
 
@@ -46,7 +46,7 @@ def command(name, length, budget, model):
 
 
 def fits(name, ranks, length, budget, model):
-    """The record of a run of STEPS, on a GPU of one; or None where memory ran out."""
+    """The record of a run of STEPS, on a GPU of one step; None where memory ran out."""
     begin = time.monotonic()
     script, *flags = command(name, length, budget, model)
     # (PyTorch before 2.9 knows the longer name only.)

@@ -92,7 +92,7 @@ def ids_of(run, S):
 
 
 def check_ring(run, found, config, S):
-    """Its peak is Ulysses', and no more than what travels: keys and values, their gradients."""
+    """Check that a ring's peak is above Ulysses' by k, v and their gradients, which travel."""
     shard = 2 * S // run.world_size * config.num_key_value_heads * config.head_dim * 4
     for name in "ring, contiguous", "ring, zigzag":
         more = torch.tensor(float(found[name]["peak"][0] - found["ulysses"]["peak"][0]))

@@ -1,13 +1,13 @@
-"""Is a right run ever refused, and how small a wrong one is not? The evidence.
+"""Measure whether a right run is ever refused, and the smallest error that is: the evidence.
 
-    python -m figures.bench.tolerance                     # all of it: half an hour on 2 cores
+    python -m figures.bench.tolerance                     # all of it: 40 minutes on 2 cores
     python -m figures.bench.tolerance --only tiny float32 # runs whose names have these words
     python -m figures.bench.tolerance --rounding          # other roundings: rounding_runs.py
     python -m figures.bench.tolerance --table             # the table, of the records that are there
 
 Right runs: the checks of Tasks 2, 3 and 4, in turns, on five texts within one start, for each
-model, float32 and bfloat16, 1 to 4 ranks. Recorded is how many times the reference's usual error
-the run's came to.
+model, float32 and bfloat16, 1 to 4 ranks. Recorded: a run's error, divided by the reference's usual
+one.
 Wrong ones: a part of what is checked is scaled by 1 + d, and the smallest d that is refused is
 recorded. tolerance.json has both, tolerance.md is the table.
 """

@@ -34,7 +34,7 @@ REST_BYTES = 3.5 * 2**30  # of a process: all but the logits, and the interprete
 
 
 def needed(vocab_size, ranks, tokens=256 * 256):
-    """Bytes that so many ranks take of the README's size, each with the whole logits in float32."""
+    """Bytes of `ranks` ranks at the neighbour's README's size, each with full float32 logits."""
     return ranks * (ARRAYS * tokens * vocab_size * 4 + REST_BYTES)
 
 

@@ -19,7 +19,8 @@ ENTER = {"input_layernorm": "into attention", "q_proj": "into attention",
          "norm": "into the LM head", "lm_head": "into the LM head"}  # fmt: skip
 NORMS = dict.fromkeys(("input_layernorm", "post_attention_layernorm"), "two norms' dW")
 PLACES = {
-    "ReduceFromRegion": LEAVE, "ScatterSums": LEAVE, "CopyToRegion": ENTER, "GatherTokens": ENTER,
+    "ReduceFromRegion": LEAVE, "ReduceScatterTokens": LEAVE,
+    "CopyToRegion": ENTER, "GatherTokens": ENTER,
     "VocabParallelCrossEntropy": {"lm_head": "loss of each token"},
     "a norm": NORMS | {"norm": "last norm's dW"},
     "sum_gradients": {"embed_tokens": "all dW, at the end"},

@@ -27,8 +27,8 @@ LEGEND = """
 kept: by a forward for its backward; without --tile nothing is recomputed. peak: the most that
 tensors take. sent: in a step. All numbers, Adam's too, are of --dtype. Where data are parallel (dp)
 each rank has its own --batch-size sequences. finetune trains a prompt alone; kv-cache is a forward.
-usp: ring R x U is rings of R ranks, of which U neighbours exchange heads. The scripts' own checks
-need more: rank 0 holds the whole model for its reference."""
+usp, ring R x U: each U neighbours exchange heads; a ring has one of each such group, R ranks. The
+scripts' own checks need more: rank 0 holds the whole model for its reference."""
 
 DIFFERENCE = """
 The article counts what is not there at once: gradients of all activations (a backward has those of

@@ -16,9 +16,10 @@ The peak is the weights, AdamW's states (2 numbers a parameter), and the largest
     embedding    all gradients; with tied weights two more of the embedding's size
     optimizer    all gradients, and twice the largest parameter
 
-Where layers are recomputed and logits come in tiles, all layers keep their inputs alone, T H e, and
-one at a time the rest; the logits are a tile's. Attention is a fused kernel's, which keeps no
-scores. (On a GPU in float32 there is none for grouped queries: add B N S^2 numbers a layer.)
+Where layers are recomputed and logits come in tiles, a layer keeps its input alone, T H e; the rest
+is there for one layer at a time, and the logits for one tile. Attention is a fused kernel's, which
+keeps no scores. (On a GPU in float32 there is none for grouped queries: add B N S^2 numbers a
+layer.)
 
 What the techniques make of it is in `techniques.py`.
 """
@@ -37,8 +38,9 @@ def up(number, parts):
 class Work:
     """A model's sizes, and what it is trained on: B sequences of S tokens where a batch is shared.
 
-    (By all ranks of a model; along dp each has as many.) e: bytes of a number. tile: None, or
-    layers are recomputed, and logits come, twice, in tiles of so many tokens of all sequences.
+    (The ranks of one model share these B; along dp each replica has as many others.) e: bytes of a
+    number. tile: None, or layers are recomputed, and logits come, twice, in tiles of so many tokens
+    of all sequences.
     """
 
     config: object

@@ -33,7 +33,10 @@ def hugging_face(c, ranks, e, on_gpu, checkpointing):
 
 
 def ours(c, ranks, e, on_gpu, left_out=()):
-    """For each of a rank's own tokens: two moments, and what is left out makes a third."""
+    """The moments at which ours may hold most, in bytes for each of a rank's own tokens.
+
+    left_out: the technique that is off; or "offload", which is on.
+    """
     H, F, V, ND, _ = sizes(c)
     L, D, groups = c.num_hidden_layers, c.head_dim, "head-groups" not in left_out
     N, K, w = c.num_attention_heads, c.num_key_value_heads, max(e, 4)

@@ -40,8 +40,10 @@ def one_process(work, P):
 
 
 def summed(work, rank, P, tp=1):
-    """The sum of gradients, small ones in a copy of 32 MiB; of half precision, over more than two
-    ranks, parts are beside them.
+    """Add the moment of summing gradients to `rank`; return the bytes that it sends.
+
+    Small gradients travel in one copy of 32 MiB. In half precision, over more than two ranks, there
+    is also room for the parts that come from the others.
     """
     if P == 1:
         return 0
@@ -85,7 +87,7 @@ def tensor_parallel(work, P, loss=own_loss, by_tokens=False):
 
 
 def usp(work, P, u):
-    """Neighbours exchange heads, and are one of a ring."""
+    """Each u neighbours exchange heads; rings have one rank of each such group."""
     rank = split_sequence(work, P, u=u)
     rank.mesh = f"ring {P // u} x {u}"
     return rank

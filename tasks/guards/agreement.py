@@ -40,7 +40,7 @@ class Record:
     noted: dict = field(default_factory=lambda: {"clipping": {}, "step": {}})  # {name: a norm}
 
 
-# Of models of which several ranks work on one batch. In order, which is the same on all ranks.
+# Models whose batches several ranks share. In the order of insertion, the same on all ranks.
 SHARING_BATCHES = weakref.WeakKeyDictionary()  # {model: Record}; a deep copy has its own
 STEPS = weakref.WeakKeyDictionary()  # {optimizer: how many steps}
 CALLS = {}  # {what is called, over which ranks: how often}
@@ -158,7 +158,7 @@ def error_in(group, model, parameters, batch, start):
             f"ranks {ranks} had different weights when the model was split: make it with one seed "
             "on all ranks, or load it"
         )
-    if unlike and not unsummed:  # else it is what came of it
+    if unlike and not unsummed:  # unlike weights would only follow from that
         return (
             f"ranks {ranks} have different values of {unlike}, which each of them has: make the "
             "model, its adapters and its prompt with one seed on all ranks, or load them"
@@ -192,7 +192,7 @@ def first_row(weight):
 def hash_of_start(model):
     """Return a number that stands for the weights before the split; NaN if others were loaded.
 
-    What was loaded is seen in the row that was kept: this rank's part of it is another one.
+    Weights were loaded after the split if this rank's part of that row is no longer the one kept.
     """
     weight, row = model.model.layers[0].mlp.down_proj.weight, model.row_at_split
     if row is None or weight.is_meta or weight.dim() != 2:
@@ -251,8 +251,8 @@ def with_prompt(model):
 def check_sum(tensors, group):
     """Raise ValueError, on all ranks, where the sum of gradients over a group would be wrong.
 
-    That is for ranks that split the weights, whose gradients are right as they are; and, looked for
-    in the first call over these ranks, the second, fourth, ..., for replicas with unlike weights.
+    Over ranks that split the weights it is wrong: their gradients are right as they are. And over
+    replicas whose weights differ, which the 1st, 2nd, 4th, ... call over these ranks looks for.
     """
     if both := ranks_that_split(tensors, group):
         raise ValueError(
@@ -301,8 +301,8 @@ def note_clipping(given):
 def note(parameters, before, clips=1.0):
     """Remember norms of gradients that the ranks that split the tokens should have alike.
 
-    before: what comes next, in words. clips: 0 if nothing does, else 1. (A norm / 0 is infinite,
-    and is compared with none.)
+    before: what is about to be done with them, "clipping" or "step". clips: 0 if clipping would
+    change nothing, else 1. (Norms are divided by it, and infinite ones are not compared.)
     """
     known = {id(p) for p in parameters if p.grad is not None}
     for model, record in SHARING_BATCHES.items():

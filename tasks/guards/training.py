@@ -28,7 +28,7 @@ from guards.agreement import (
 )
 from utils.shards import SLICES, is_slice
 
-# In the names of optimizers whose step of an element depends on others of its tensor, or of all.
+# Parts of the names of optimizers whose step of an element depends on other elements.
 OF_MATRICES = re.compile(
     "Muon|Adafactor|LBFGS|Shampoo|SOAP|LAMB|Lamb|LARS|AdaLOMO|AdaLomo|APOLLO|CAME|DAdapt|GaLore|"
     "Prodigy|StableAdamW"

@@ -1,4 +1,4 @@
-"""What starts a task, proves it and measures it. No technique imports it.
+"""What starts a task, checks it and measures it. No technique uses it.
 
 Start and end a job:    job, flags, environment, processes, watchdog
 Compare:                checks, tolerance, wider, float64, generation, *_checks (by kind of task)

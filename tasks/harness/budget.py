@@ -60,9 +60,9 @@ def numbers_at_peak(run, by_layer):
         4 layers + root + head + (L - 2) layers / P     a layer, when the next one is gathered
         2 roots + (W - root) / P                        the root, at the end
 
-    If the model is one unit, it is the root: 3 W / P + 2 W. (At the end the larger of two is added:
-    on a CPU another copy of the root's gradients whose rows do not divide by P; for a tied head,
-    which has a gradient of its own beside the embedding's, twice its size.)
+    If the model is one unit, it is the root: 3 W / P + 2 W. At the end the larger of two terms is
+    added: on a CPU, a copy of those of the root's gradients whose rows are no multiple of P; with a
+    tied head, whose gradient is kept beside the embedding's, 2 head.
     """
     P, model = run.world_size, run.source.empty_model()
     layers = layers_of(model) if by_layer else []

@@ -88,8 +88,8 @@ class Comparison:
     def check(self, name, pairs=(), tolerance=None, least_error=0.0):
         """Compare pairs, give all ranks' verdict, and print one line; a failure ends the job.
 
-        The line shows the rank and the pair whose difference came closest to its tolerance. The
-        exit code of a failure is 1.
+        The line shows the largest difference and its limit, of the pair that is nearest to failing;
+        FAILED and --verbose also tell its rank. The exit code of a failure is 1.
         """
         self.compare(name, pairs, tolerance, least_error)
         found, measured = self.compared.pop(name)
@@ -204,9 +204,10 @@ class Comparison:
     def check_weights(self, title, module, references, only=lambda name: True, unsplit=("norm",)):
         """Check, to the bit, that each rank's weights are the reference's or slices of them.
 
-        Together the ranks must have all of a weight. Any weight that one rank has in full fails,
-        unless its name has a word of `unsplit` in it ("" is in every name), or it is a bias, is of
-        a KV layer that several ranks share, or has a dim with fewer elements than there are ranks.
+        Together the ranks must have all of a weight. A weight that one rank has in full fails.
+        Exempt are names with a word of `unsplit` in them ("" is in all), biases, projections to
+        keys and values that several ranks share, and weights with a dim smaller than the ranks'
+        number.
         """
         categories = self.slices(module, references, only, lambda parameter: parameter.detach())
         pairs = (pair for category in categories.values() for pair in category)

@@ -36,8 +36,8 @@ products is off by 4.6e-6 of itself in the first way, by 4.3e-7 in the second. A
 adds in the first way, the reference in the second. If all tokens are the same, all have the same
 error, which no sum over them averages out.
 
-3. A row or column whose values are smaller than the reference's error has no scale that says
-anything: there the reference's scale counts as off by the rms.
+3. Where the values of a row or column are smaller than the reference's error, its scale says
+nothing: the reference's scale counts as off by its rms error there.
 
 4. Of a tensor that should be zero, no rows, columns or scale are judged. (The gradient of the
 queries is one, where each token sees only itself.) Its rms and its largest value are compared with

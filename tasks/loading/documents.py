@@ -101,7 +101,7 @@ def load_rows(run, where, count, length, batch_size, tokenizer=None, train=None)
     """Return a tokenizer, and `count` documents as two `Rows`: to train on, and a tenth, held out.
 
     where, count: see `read_documents`. tokenizer, train: see `find_tokenizer`. Whole batches are
-    held out: at most HELD documents, or one batch if that is more. None is trained on. Raises
+    held out: at most HELD documents, or one batch if that is more. These are not trained on. Raises
     UserError, on all ranks, as these two do, and where a tenth of the documents is no full batch.
     """
     name, documents = read_documents(run, where, count)

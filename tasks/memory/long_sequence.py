@@ -40,7 +40,7 @@ from memory.tiled_loss import TiledLoss, tiles
 from ring_attention import Ring, RingAttention, RingLlama, ring_backward, ring_forward
 from ulysses_forward import AllToAll, by_documents
 from utils.collectives import group_of_axis
-from utils.kernels import ATTENTION_OPS, attend, attend_backward, for_all
+from utils.kernels import ATTENTION_OPS, attend, attend_backward, repeat_kv_heads
 from utils.llama import window_of
 from utils.partition import shard_range
 from utils.sequence import MaskInfo, check_window, documents_of, sum_of_losses
@@ -328,7 +328,7 @@ class Stack:
             if self.ring:
                 o = RingAttention.apply(q, k, v, self.ring)
             elif stop > first:
-                k, v = (for_all(t, stop - first) for t in (k, v))
+                k, v = (repeat_kv_heads(t, stop - first) for t in (k, v))
                 if self.documents is None:
                     o = self.causal(q, k, v)
                 else:

@@ -1,4 +1,4 @@
-"""Megatron's sequence parallelism (arXiv 2205.05198): beside tensor parallelism, norms by tokens.
+"""Megatron's sequence parallelism (arXiv 2205.05198): between TP's blocks, tokens are split.
 
 What Task 2 keeps full on each rank between its blocks is split by tokens, along the same axis. An
 all-reduce is a reduce-scatter and an all-gather; norms come in between. Below: forward; backward.
@@ -9,7 +9,8 @@ all-reduce is a reduce-scatter and an all-gather; norms come in between. Below: 
     out of a block          g: all-reduce; nothing      reduce-scatter of tokens; all-gather
     a norm's gradient       equal along tp              a sum over the tokens of all ranks
 
-Both send equally many bytes; if layers are recomputed, this sends more. Shapes as in
+Both send the same number of bytes of activations; this sums norms' small gradients, too, and sends
+more where layers are recomputed. Shapes as in
 `utils/__init__.py`; S is a multiple of the ranks.
 """
 
@@ -23,12 +24,12 @@ from utils.collectives import all_gather, all_reduce
 from utils.shards import HeadNorm
 
 
-def whole_of(x, group):
+def all_gather_tokens(x, group):
     """Gather all tokens, (B, S, H), from each rank's (B, S/P, H)."""
     return all_gather(x, group).transpose(0, 1).flatten(1, 2)
 
 
-def sum_of(x, group):
+def reduce_scatter_tokens(x, group):
     """Reduce-scatter x, (B, S, H): return the ranks' sum for this rank's tokens, (B, S/P, H).
 
     A rank is sent all parts of its tokens, and adds them up. (gloo's own function sends twice as
@@ -52,15 +53,15 @@ class GatherTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, group):
         ctx.group = group
-        return whole_of(x, group)
+        return all_gather_tokens(x, group)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        return sum_of(grad, ctx.group), None
+        return reduce_scatter_tokens(grad, ctx.group), None
 
 
-class ScatterSums(torch.autograd.Function):
+class ReduceScatterTokens(torch.autograd.Function):
     """Behind row-parallel layers, in place of g: the conjugate of `GatherTokens`.
 
             per rank        forward             backward
@@ -70,12 +71,12 @@ class ScatterSums(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, group):
         ctx.group = group
-        return sum_of(x, group)
+        return reduce_scatter_tokens(x, group)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        return whole_of(grad, ctx.group), None
+        return all_gather_tokens(grad, ctx.group), None
 
 
 class TakeTokens(torch.autograd.Function):
@@ -93,10 +94,10 @@ class TakeTokens(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        return whole_of(grad, ctx.group), None
+        return all_gather_tokens(grad, ctx.group), None
 
 
-TOKEN_OPS = GatherTokens.apply, ScatterSums.apply  # for Task 2, in place of f and g
+TOKEN_OPS = GatherTokens.apply, ReduceScatterTokens.apply  # for Task 2, in place of f and g
 
 
 def split_between_blocks(model, group):
@@ -105,7 +106,7 @@ def split_between_blocks(model, group):
     def take_inputs(llama, args, kwargs):
         ids, given = args[0] if args else kwargs.pop("input_ids", None), kwargs.get("inputs_embeds")
         if given is None:  # one collective sums rows over ranks, and splits tokens
-            local = ScatterSums.apply(llama.embed_tokens.part(ids), group)
+            local = ReduceScatterTokens.apply(llama.embed_tokens.part(ids), group)
         else:
             local = TakeTokens.apply(given, group)
         return (None, *args[1:]), kwargs | {"inputs_embeds": local}

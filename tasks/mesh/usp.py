@@ -8,7 +8,7 @@ from ulysses_forward import to_heads, to_tokens
 from utils.collectives import gather_shares, group_of_axis, subgroup
 from utils.llama import getter
 from utils.partition import shard_range
-from utils.sequence import MaskInfo, as_attention_takes, convert_attention, share_heads
+from utils.sequence import MaskInfo, as_attention_takes, assign_heads, convert_attention
 
 
 def usp_attention(module, query, key, value, attention_mask, **kwargs):
@@ -56,7 +56,7 @@ def usp_parallelize(model, mesh, ulysses, zigzag=True):
     ulysses_group = subgroup(group, "neighbours", first, first + ulysses)
     ring_group = subgroup(group, "ring", rank - first, ranks, ulysses)
     convert_attention(model, USPLlama, group, "usp", usp_attention)
-    share_heads(model, ulysses_group)
+    assign_heads(model, ulysses_group)
     for module in [model, *(layer.self_attn for layer in model.model.layers)]:
         module.zigzag, module.get_ulysses_group = zigzag, getter(ulysses_group)
     for layer in model.model.layers:

@@ -1,4 +1,4 @@
-"""Bytes that a rank sends, counted where every collective of PyTorch's goes through."""
+"""Count the bytes that a rank sends, in PyTorch's dispatcher, which every collective passes."""
 
 from pathlib import Path
 
@@ -31,8 +31,9 @@ METERS = []  # meters that count now; shared memory's groups tell them what PyTo
 class Meter(TorchDispatchMode):
     """Add up, as a context, the bytes that this rank sends: `sent`.
 
-    An all-reduce sends 2 (P-1)/P of its input, as in a ring. A meter sees collectives of the
-    forward and backward, functional ones, and C++'s. Raises NotImplementedError for unknown ones.
+    An all-reduce sends 2 (P-1)/P of its input, as in a ring. A meter sees the collectives of
+    forward and backward, also functional ones and those that C++ calls. Raises NotImplementedError
+    for unknown ones.
     """
 
     def __init__(self):

@@ -1,7 +1,7 @@
 """What techniques are made of: collectives, slices of weights, the seam to Hugging Face.
 
-It imports torch and transformers alone, no script, and of the packages beside it `guards` alone,
-once a model is split:
+It imports torch and transformers alone, no script, and nothing of the packages beside it but, once
+a model is split, `guards`. These packages are:
 
     guards          raise where a split model would be silently wrong
     harness         starts and ends a job; compares; measures
@@ -16,7 +16,9 @@ first use of `harness.start` loads `harness/job.py`, where `start` is.
 
 Shapes, in the whole repository: B batch, S sequence, H hidden, N query heads, K key/value heads,
 D head dim, F MLP units, V vocabulary, P ranks. Local sizes are written S/P, N/P and so on, also
-where the shares are uneven. A tensor has dims, a mesh has axes.
+where the shares are uneven. A tensor has dims, a mesh has axes. "Sequence parallel" is meant as in
+Ulysses: all of a rank's work is on its own tokens (torchtitan: context parallel, cp). Megatron's
+sequence parallelism, beside TP, is in `mesh/megatron_sp.py`.
 """
 
 from importlib import import_module

@@ -116,8 +116,9 @@ def subgroup(group, name, start, stop, step=1):
     """Return the process group of `group`'s ranks [start:stop:step], with `group`'s timeout.
 
     All ranks of `group` call it together, each for its own subgroup, because NCCL may split the
-    communicator. name: tells splits apart in the cache. Else a rank could find its group there when
-    others create theirs. Later groups' names, made from a rank's count of groups, would differ.
+    communicator. name: another one for each way to split `group`, a part of the cache's key.
+    Without it a rank may find its group in the cache while others create theirs. PyTorch numbers
+    new groups by each rank's own count, so later groups would have unlike names on the ranks.
     """
     members = dist.get_process_group_ranks(group)[start:stop:step]
     device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
@@ -146,7 +147,7 @@ def all_reduce_(tensor, group):
     The all-reduces of gloo and NCCL add half-precision parts one by one, and round each time. (The
     all-reduce of `shared_memory/group.py` does not.) Here, unless `PRECISE` is False, each rank is
     sent all parts of its slice, adds them in float32, and rounds once. As in an all-reduce, there
-    are a scatter and a gather: no more bytes are sent, but it takes longer, see figures/speed.md.
+    are a scatter and a gather: no more bytes are sent, but for padding. figures/speed.md has times.
     """
     P = group.size()
     exact = tensor.dtype.itemsize > 2 or dist.get_backend(group) == SHARED_MEMORY

@@ -58,7 +58,7 @@ def gather_objects(value, group):
 
 
 def clip_grad_norm_(model, max_norm, group=None):
-    """Scale all gradients in place so that the full model's norm is at most `max_norm`.
+    """Scale all gradients in place so that the full model's have a norm of at most `max_norm`.
 
     It takes the place of `torch.nn.utils.clip_grad_norm_`, by which each rank would use the norm of
     its own slices. Returns the norm before the scaling; raises ValueError as `grad_norm` does.

@@ -71,7 +71,7 @@ def cudnn_is_right(q, k, causal=True, bias=None):
     return shapes and not torch.are_deterministic_algorithms_enabled()
 
 
-def for_all(keys, heads):
+def repeat_kv_heads(keys, heads):
     """Repeat KV heads (B, k, S, D), each for all its query heads; if k is 1, without a copy."""
     if keys.shape[1] == 1:
         return keys.expand(-1, heads, -1, -1)
@@ -79,7 +79,7 @@ def for_all(keys, heads):
 
 
 def sum_over_heads(num_kv_heads, *gradients):
-    """Sum gradients of heads that `for_all` repeated, (B, heads, S, D), into `num_kv_heads`."""
+    """Sum gradients of repeated KV heads, (B, heads, S, D), into `num_kv_heads`."""
     if gradients[0].shape[1] == num_kv_heads:
         return gradients
     return [gradient.unflatten(1, (num_kv_heads, -1)).sum(2) for gradient in gradients]
@@ -108,7 +108,7 @@ def bias_of(seen, like):
 def as_taken(kernel, heads, *keys):
     """Return KV heads (B, k, T, D) as a kernel takes them: as they are, or one per query head."""
     grouped = kernel in ("flash", "cudnn") or (kernel == "cpu" and cpu_kernel_supports_gqa())
-    return keys if grouped else [for_all(t, heads) for t in keys]
+    return keys if grouped else [repeat_kv_heads(t, heads) for t in keys]
 
 
 def contiguous_last_dim(*tensors):

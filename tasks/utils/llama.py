@@ -84,9 +84,9 @@ def guard_dropout(model, ranks):
 def expect_same_batches(model, group):
     """Remember that the ranks of `group` share each batch, and refuse what would be wrong then.
 
-    That is: unlike batches and weights; gradients of split tokens that were not summed before they
-    were clipped or stepped with; DDP over several of these ranks; and new tokens that would be
-    chosen by unlike chance. All raise ValueError: the former in a forward.
+    ValueError is raised for: batches or weights that differ between the ranks; clipping or an
+    optimizer step before `sum_gradients`, where tokens are split (both are found in a later
+    forward); DDP over several of these ranks; sampling with different random states.
     """
     from guards.training import guard_batches
 

@@ -53,14 +53,17 @@ def sum_gradients(tensors, mesh, bucket_bytes=2**25):
 def summed_over(grad):
     """Return the sets of ranks over which a gradient is still the sum that `sum_gradients` made.
 
-    The gradient's mark, (version, sample, these sets), holds for this version of it; with a sample
-    also after changes that leave the sample's direction, such as clipping, but not another's copy.
+    The gradient's mark, (version, sample, these sets), holds while the gradient is unchanged. With
+    a sample, it also holds after changes in place that keep the sample's direction, such as
+    clipping.
     """
     version, sample, ranks = getattr(grad, "summed", (None, None, set()))
     if not ranks or not local_part(grad).any():
         return set()
-    other = grad._version != version and (sample is None or not parallel(sample, sample_of(grad)))
-    return set() if other else ranks
+    same = grad._version == version
+    if not same and sample is not None:
+        same = same_direction(sample, sample_of(grad))
+    return ranks if same else set()
 
 
 def sample_of(grad):
@@ -69,7 +72,7 @@ def sample_of(grad):
     return flat[:: max(1, len(flat) // 256)].to(torch.float64, copy=True)
 
 
-def parallel(one, other):
+def same_direction(one, other):
     """Tell whether two vectors, not 0, have one direction."""
     return bool(one @ other > (1 - 1e-3) * one.norm() * other.norm() > 0)
 

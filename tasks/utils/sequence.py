@@ -31,10 +31,10 @@ from utils.settings import settings_of
 def convert_attention(model, mixin, group, name, attend):
     """Mix `mixin` into a LlamaForCausalLM; its layers then call `attend` on the ranks of `group`.
 
-    name: of `attend` in transformers' list. `model.original_settings` keeps the configurations,
-    which other models may share. Weights may be `keep_shard`'s slices. Raises ValueError as
-    `check_ordinary` and `refuse_own_loss` do, and UserError for RoPE that depends on the length of
-    the sequence. A forward raises ValueError as `refuse_across_tokens` does.
+    name: under which transformers' ALL_ATTENTION_FUNCTIONS gets `attend`. `model.original_settings`
+    keeps the configurations, which other models may share. Weights may be `keep_shard`'s slices.
+    Raises ValueError as `check_ordinary` and `refuse_own_loss` do, in forwards as
+    `refuse_across_tokens` does, and UserError for RoPE that depends on the sequence's length.
     """
     from guards.refusals import check_ordinary, refuse_across_tokens, refuse_own_loss
 
@@ -68,7 +68,7 @@ def heads_of(model):
     return [projection.out_features // attention.head_dim for projection in both]
 
 
-def share_heads(model, group):
+def assign_heads(model, group):
     """Tell a model's layers which heads each rank of `group` attends with."""
     ranks = range(group.size())
     heads = [shard_heads(*heads_of(model), group.size(), rank)[:2] for rank in ranks]
@@ -123,8 +123,8 @@ class MaskInfo:
     sees. documents: (B, S), the number of each token's document, outside of which it sees nothing.
     Without either, a token sees all.
 
-    Layers get it as a 4-D tensor, which Hugging Face passes unchanged to every layer, also when it
-    is recomputed. (Not all versions pass other arguments; attributes may be a later forward's.)
+    Layers get it as a 4-D tensor. Hugging Face passes that to each unchanged, also when a checkpoint
+    runs it again. (Not all versions pass other arguments; an attribute may be a later forward's.)
     """
 
     length: int
@@ -251,7 +251,7 @@ class SequenceParallelLlama:
         return MaskInfo(length, real).to_tensor(device)
 
     def padded(self, S):
-        """Round S up to a token a rank and to `pad_multiple`. Padding is last: no token sees it."""
+        """Round S up, to a token for each rank at least, and to a multiple of `pad_multiple`."""
         return -(-max(S, self.sequence_parts) // self.pad_multiple) * self.pad_multiple
 
     def tokens(self, length):

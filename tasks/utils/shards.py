@@ -22,8 +22,8 @@ def keep_shard(layer, dim, start, stop):
 
     layer: nn.Linear or nn.Embedding. With dim 0 (output units, vocabulary rows) a bias is sliced
     too; with dim 1 (input units) the bias is left full. Each parameter remembers its region of the
-    full tensor as `parameter.shard`, which `shard_of` reads; the layer remembers in `slices` which
-    of its parameters have one.
+    full tensor as `parameter.shard`, which `shard_of` reads; `layer.slices` names the parameters
+    that are less than the full tensor.
     """
     for name, full in list(layer.named_parameters(recurse=False)):
         if dim < full.dim():
@@ -118,7 +118,7 @@ class HeadNorm:
         return copy_to_region(self._parameters["weight"], self.get_group())
 
 
-def share_head_norms(model, group):
+def sum_head_norm_grads(model, group):
     """Turn a model's norms of heads, if any, into `HeadNorm`s. group: of ranks that split heads."""
     if group.size() == 1:
         return

@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from dtensor_llama import dtensor_parallelize
+from guards import adapters
 from harness.float64 import compute_in_float64
 from memory.long_sequence import Techniques, supported_techniques
 from ring_attention import ring_parallelize
@@ -31,7 +32,6 @@ from tp_llama import tensor_parallelize
 from tp_ulysses import parallelize_tp_sp
 from ulysses_finetune import shard_loss
 from ulysses_forward import sequence_parallelize
-from utils import adapters
 from utils.full_model import save_pretrained
 from utils.replicas import sum_gradients
 
