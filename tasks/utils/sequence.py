@@ -123,8 +123,8 @@ class MaskInfo:
     sees. documents: (B, S), the number of each token's document, outside of which it sees nothing.
     Without either, a token sees all.
 
-    Layers get it as a 4-D tensor. Hugging Face passes that to each unchanged, also when a checkpoint
-    runs it again. (Not all versions pass other arguments; an attribute may be a later forward's.)
+    Layers get it as a 4-D tensor. Hugging Face passes this on unchanged, also if a checkpoint runs
+    a layer again. (Not all versions pass other arguments; attributes may be a later forward's.)
     """
 
     length: int
