@@ -231,8 +231,11 @@ def vocab_parallel_cross_entropy(
     reduction: "mean", "sum" or "none". Labels are the same on all ranks. rows: this rank's part of
     the vocabulary, [start, stop); then labels are not checked to be in the vocabulary. By default
     the ranks ask each other for their sizes, and labels that no rank has raise IndexError. Each
-    rank's logits get their own gradient, without a sum over ranks.
+    rank's logits get their own gradient, without a sum over ranks. Raises ValueError for another
+    reduction, and for labels or rows that do not fit the logits.
     """
+    if logits.shape[:-1] != labels.shape:
+        raise ValueError(f"labels {list(labels.shape)}, for logits {list(logits.shape)}")
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction {reduction!r}: not mean, sum or none")
     if rows is None:

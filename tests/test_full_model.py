@@ -60,23 +60,27 @@ def test_tied(nproc, tmp_path):
         "loading",
         "saving",
         "right_use",
+        "of_dtensors",
+        pytest.param("on_two_axes", marks=STRESS),
     ],
 )
 def test_wrong_use(what, odd_llama, tmp_path):
     """What would be silently wrong is refused. Folders: what is read, and in how much memory."""
-    result = full_model(tmp_path, odd_llama, 2, "float64", what)
-    assert result.code == 0 and result.out.count("full model: ok") == 2, result.tail()
+    nproc = 4 if what == "on_two_axes" else 2
+    result = full_model(tmp_path, odd_llama, nproc, "float64", what)
+    assert result.code == 0 and result.out.count("full model: ok") == nproc, result.tail()
 
 
 @pytest.mark.parametrize(
     ("what", "nproc", "dtype"),
-    [("autocast", 2, "float32"),
+    [("autocast", 2, "float32"), ("accumulated", 2, "float64"),
      *(pytest.param(*of, marks=STRESS) for of in (
-        ("recompute", 2, "float32"), ("recompute", 4, "float32"), ("autocast", 4, "float32"),
-        ("resume", 2, "float64"), ("resume", 4, "float64")))],
+        ("recompute", 2, "float32"), ("recompute", 4, "float64"), ("autocast", 4, "float32"),
+        ("resume", 2, "float64"), ("resume", 4, "float64"), ("resume", 2, "float32"),
+        ("accumulated", 4, "float64"), ("accumulated", 3, "float32")))],
 )  # fmt: skip
 def test_while_it_trains(what, nproc, dtype, odd_llama, tmp_path):
-    """Layers recomputed; bfloat16 over float32 weights; checkpoints, also for another split."""
+    """Layers recomputed, microbatches, bfloat16 over float32 weights, checkpoints of any split."""
     result = full_model(tmp_path, odd_llama, nproc, dtype, what)
     assert result.code == 0 and result.out.count("full model: ok") == nproc, result.tail()
 

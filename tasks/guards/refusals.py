@@ -140,9 +140,12 @@ def refuse_arguments(model, attention_mask, cache, labels, others):
 
 def refuse_dropout(model):
     """Raise ValueError in training with dropout of attention, see `guard_dropout`."""
-    attention = getattr(model, "model", model).layers[0].self_attn.modules()  # PEFT may wrap it
-    rate = next((m.attention_dropout for m in attention if hasattr(m, "attention_dropout")), 0)
-    if model.training and rate:
+    if not model.training:
+        return
+    layers = getattr(model, "model", model).layers
+    of_layers = (part for layer in layers for part in layer.self_attn.modules())  # PEFT may wrap it
+    rate = max((getattr(part, "attention_dropout", 0) for part in of_layers), default=0)
+    if rate:
         raise ValueError(
             f"attention_dropout {rate} in training: ranks would drop the same for different heads"
         )

@@ -13,6 +13,7 @@ from functools import cache, wraps
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import GenerationMixin
@@ -154,11 +155,15 @@ def refuse_shares(optimizer, parameters):
 def check_total_norm(given):
     """Raise ValueError for gradients of slices. given: the arguments of `get_total_norm`.
 
-    Each rank would clip by the norm of its own slices, and the ranks would drift apart.
+    Each rank would clip by the norm of its own slices, and the ranks would drift apart. DTensors
+    (Task 3) beside plain tensors PyTorch does not take.
     """
     tensors = given["tensors"]
-    known = {id(tensor) for tensor in ([tensors] if torch.is_tensor(tensors) else tensors)}
-    if any(id(p.grad) in known for p in SLICES.values() if p.grad is not None and is_slice(p)):
+    tensors = [tensors] if torch.is_tensor(tensors) else tensors
+    known = {id(tensor) for tensor in tensors}
+    of_slices = (p for p in SLICES.values() if p.grad is not None and is_slice(p))
+    mixed = len({isinstance(tensor, DTensor) for tensor in tensors}) > 1
+    if mixed or any(id(p.grad) in known for p in of_slices):
         raise ValueError(
             "get_total_norm, clip_grad_norm_: each rank has slices only; utils.full_model has "
             "grad_norm(model) and clip_grad_norm_(model, max_norm), of the full model's norm"

@@ -80,9 +80,10 @@ def grad_norm(model, group=None):
     Raises ValueError where ranks that have the same part of a parameter have different gradients
     for it: gradients of their own tokens or samples, which are not summed yet.
     """
-    trained = [(name, p) for name, p in parameters_of(model).items() if p.requires_grad]
-    norms = {name_of_part(name, p): norm_of(p) for name, p in trained}
-    device = trained[0][1].device if trained else torch.device("cpu")
+    named = parameters_of(model).items()
+    counted = [(name, p) for name, p in named if p.requires_grad or p.grad is not None]
+    norms = {name_of_part(name, p): norm_of(p) for name, p in counted}
+    device = counted[0][1].device if counted else torch.device("cpu")
     first = {}  # {part: its norm on the first rank that has this part}
     for table in gather_tables(norms, device, group):
         for part, norm in table:

@@ -3,7 +3,7 @@
 import copy
 
 # What techniques change in a model's configuration, for their own use.
-CHANGED = "use_cache", "_attn_implementation", "num_hidden_layers"
+CHANGED = "use_cache", "_attn_implementation", "num_hidden_layers", "layer_types"
 
 
 def settings_of(model):
