@@ -28,9 +28,9 @@ trains with FSDP2 a model that does not fit on a single rank, nor on two with `-
     python tasks/data_parallel.py --spawn 2 --epochs 3 --gradients-dir gradients
     python tasks/data_parallel.py --compare-gradients gradients
 
-The first command starts processes as the course does, without torchrun. They train by hand, with
-the same checks, and write the gradients of the first batch. The second compares these files to the
-bit.
+The first command starts processes as the course does, without torchrun. They average
+gradients by hand, with the same checks, and write those of the first batch. The second compares
+these files to the bit.
 """
 
 import math
@@ -172,7 +172,7 @@ def local_forward_backward(model, batch, group):
 
 
 def shard_fully(model, mesh, by_layer=True):
-    """Split a model by FSDP2, in place, so that each rank has slices; also on device meta.
+    """Split a model by FSDP2, in place, so that each rank has slices; it may be on the meta device.
 
     A unit's parameters are gathered while it runs. by_layer: each layer is a unit, and the rest of
     the model another. If not, the model is one unit, and is full during the step: see
@@ -193,7 +193,7 @@ class DataParallelModel:
 
     def __init__(self, run, strategy, mesh):
         self.strategy, self.mesh, self.group = strategy, mesh, group_of_axis(mesh)
-        if strategy == "fsdp2":  # each rank reads its slices; .to() shows them to FSDP2
+        if strategy == "fsdp2":  # each rank reads its slices; .to() lets FSDP2 register them
             self.model = run.load_model(partial(shard_fully, mesh=mesh)).to(run.device)
             run.print0(str(self.model))
         else:
@@ -348,7 +348,8 @@ def main():
     add("--estimate", action="store_true", help="say what memory it wants, and stop; default no")
     harness.add_compile_flag(parser)
     args = parser.parse_args()
-    # With --spawn, MASTER_PORT may be set without torchrun's others: it says where to meet.
+    # With --spawn, MASTER_PORT may be set without torchrun's other variables: it says where to
+    # meet.
     world_size = 1 if args.spawn and "RANK" not in os.environ else harness.read_environment()
     if args.compare_gradients:
         if world_size > 1 or args.spawn:

@@ -2,7 +2,7 @@
 
 Attention never mixes heads, and a token's keys and values never change once they are computed. So
 under tensor parallelism a rank keeps the keys (after RoPE) and values of the KV heads it owns, and
-nothing about the cache is ever sent. With more ranks than KV heads, a KV head is cached by each of
+no part of the cache is ever sent. With more ranks than KV heads, a KV head is cached by each of
 the ranks that hold it. Bytes on each rank, for L layers, S tokens so far, and e bytes an element:
 
     2 L B S max(K/P, 1) D e
@@ -10,10 +10,10 @@ the ranks that hold it. Bytes on each rank, for L layers, S tokens so far, and e
 Decoding takes one token at a time: an all-reduce of (B, 1, H) is a few KiB and bound by latency. So
 what counts is how many collectives there are, and how many steps each takes, not the bytes. With
 the hand-made model the loop below needs 2 L + 1 collectives a token: two in every layer (each takes
-one step on CPUs: `SMALL` in shared_memory/group.py), and one that chooses the next token. In this
-one every rank sends its best logit, with that token's id and embedding, (B, 2 + H). So logits are
-never gathered, and the next forward starts without a collective. `DecodingStep` is that loop for a
-static cache, so that a GPU can record a token's step as a CUDA graph (not run on a GPU yet).
+one step on CPUs: `SMALL` in shared_memory/group.py), and one that chooses the next token. There
+every rank sends its best logit, with that token's id and embedding, (B, 2 + H). So logits are
+never gathered, and the next forward starts without a collective. `DecodingStep` is one step of it,
+for a static cache, so that a GPU can record a token's step as a CUDA graph (not run on a GPU yet).
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 2 tasks/kv_cache.py
 
@@ -89,7 +89,7 @@ def choose_from_full_logits(model, logits):
     """
     if logits.shape[-1] != model.config.vocab_size:
         words = f"{logits.shape[-1]} of {model.config.vocab_size}"
-        raise ValueError(f"logits of {words} words, not of all: use choose_among_ranks")
+        raise ValueError(f"logits of {words} tokens: use choose_among_ranks")
     token = logits.argmax(-1)
     return token, model.get_input_embeddings()(token)
 
@@ -103,7 +103,7 @@ def choose_among_ranks(model, logits):
     embedding = model.get_input_embeddings()
     index = logits.argmax(-1)  # (B, 1), of this rank's rows
     row = F.embedding(index, embedding.weight)[:, 0]  # (B, H)
-    wide = torch.promote_types(row.dtype, torch.float32)  # of token ids, too: exact up to 2^24
+    wide = torch.promote_types(row.dtype, torch.float32)  # holds token ids exactly up to 2^24
     value, token = logits[:, 0].gather(-1, index), index + embedding.rows[0]
     offer = torch.cat([x.to(wide) for x in (value, token, row)], -1)
     offers = all_gather(offer, embedding.get_group())
@@ -134,7 +134,7 @@ class DecodingStep:
         Raises ValueError for no new token, and for a cache that is not static, or too short.
         """
         if new_tokens < 1 or not isinstance(cache, StaticCache):
-            raise ValueError(f"{new_tokens} new tokens, {type(cache).__name__}: 1, a StaticCache")
+            raise ValueError("decoding in place needs a new token or more, and a StaticCache")
         self.model, self.choose, self.cache = model, choose, cache
         self.at = torch.tensor([ids.shape[1]], device=ids.device)
         ids = generate(model, ids, mask, 1, choose, cache)
@@ -144,7 +144,7 @@ class DecodingStep:
         rooms = {x.shape[2] for x in contents(cache)}  # layers with a window have less
         length = mask.shape[1] + new_tokens
         if len(rooms) > 1 or min(rooms) < length:
-            raise ValueError(f"a cache of {min(rooms)} tokens, for {length}")
+            raise ValueError(f"a cache of {min(rooms)} tokens: {length} are needed")
         unseen = F.pad(mask, (0, min(rooms) - mask.shape[1])) == 0
         self.bias = self.row.new_zeros(unseen.shape).masked_fill(unseen, -torch.inf)[:, None, None]
         self.bias.index_fill_(3, self.at, 0)
@@ -187,8 +187,8 @@ def generate_in_place(model, ids, mask, new_tokens, choose, cache, by_graph=True
 def recorded(step):
     """Record step() as a CUDA graph, without running it, and return what replays it.
 
-    Where nothing can be recorded, return the step itself: on a CPU, with gloo, which waits for the
-    device, and with RoPE whose factors depend on the text's length.
+    Where nothing can be recorded, return the step itself: on a CPU; with gloo, which waits for the
+    device; with RoPE whose factors depend on the text's length.
     """
     on_cuda = step.ids.device.type == "cuda"
     by_nccl = not dist.is_initialized() or dist.get_backend() == "nccl"
@@ -203,7 +203,7 @@ def recorded(step):
 
 
 def replay(graph, step):
-    """Run a step that was recorded. The step's tensors must live as long as the graph does."""
+    """Replay a recorded step. `step` is held here so that its tensors live as long as the graph."""
     graph.replay()
 
 

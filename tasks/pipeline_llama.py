@@ -16,9 +16,9 @@ model parallelism, one rank works at a time.
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 2 tasks/pipeline_llama.py
 
-runs both by hand and by torch.distributed.pipelining (whose GPipe runs the backwards in the order
-of the forwards), and PyTorch's interleaved 1F1B and zero bubble (several stages a rank), each
-against the unmodified model. With `--model random/gpt2-small-test` the model is a GPT-2.
+runs both schedules, by hand and by torch.distributed.pipelining (whose GPipe runs the backwards in
+the order of the forwards), and PyTorch's interleaved 1F1B and zero bubble (several stages a rank),
+each against the unmodified model. With `--model random/gpt2-small-test` the model is a GPT-2.
 """
 
 import copy
@@ -237,19 +237,19 @@ class Pipeline:
 
         ids, mask, labels: (B, S) each. The loss is the mean over all labels of the batch, not a
         mean of the microbatches' means. Its gradients are added to the parameters' .grad. Returns
-        the loss and the logits (B, S, V) on the last rank, else 0 and None. The schedules by hand
-        take unequal sizes. Raises, on all ranks, IndexError for ids and labels outside the
+        the loss and the logits (B, S, V) on the last rank, else 0 and None. Only schedules by
+        hand take unequal sizes. Raises, on all ranks, IndexError for ids and labels outside the
         vocabulary, and ValueError for shapes and sizes that do not fit, for a frozen first stage
         (see `refuse_frozen_stage`), and under torch.no_grad().
         """
         if not torch.is_grad_enabled():
-            raise ValueError("a step goes backward: not under torch.no_grad()")
+            raise ValueError("a step runs a backward: not under torch.no_grad()")
         if not sizes or min(sizes) < 1 or sum(sizes) != len(ids):
-            raise ValueError(f"microbatches of {sizes} sequences: 1 or more, {len(ids)} in all")
+            raise ValueError(f"microbatches of {sizes}: each 1 or more, {len(ids)} in all")
         if self.schedule in BY_TORCH and len(set(sizes)) > 1:
             raise ValueError(f"microbatches of unequal size, {sizes}: not by {self.schedule}")
         if mask.shape != ids.shape:
-            raise ValueError(f"a mask of {list(mask.shape)}, of ids that are {list(ids.shape)}")
+            raise ValueError(f"a mask of {list(mask.shape)}, for ids of {list(ids.shape)}")
         self.refuse_frozen_stage(ids.device)
         vocab_size = self.stages[0].config.vocab_size
         check_ids(ids, vocab_size)
@@ -315,7 +315,7 @@ def reason_against(run, name, number, layers, sizes):
     if name == "torch-1f1b" and m < P:
         return f"{m} microbatches, fewer than {P} stages, which PyTorch's 1F1B does not take"
     if name in SEVERAL and m % max(1, m // P):
-        return f"{m} microbatches are no whole number of rounds over {P} ranks"
+        return f"{m} microbatches do not divide into {m // P} equal rounds"
     if name in BY_TORCH and run.device.type == "cuda" and dist.get_backend() == "gloo":
         return "PyTorch sends what is on a GPU by NCCL only"
     return None

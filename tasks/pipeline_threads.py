@@ -1,9 +1,9 @@
 """From a neighbouring course: the pipeline in one process, with a worker thread for each device.
 
 A model is an `nn.Sequential` whose modules are on several devices. Consecutive modules on one
-device form a partition, and each partition has a thread that runs it, with a queue of tasks and
-one of results. `Pipe` splits a batch by rows into microbatches. In each tick all partitions work at
-once, each on the microbatch that has come to it:
+device form a partition. Each device has a thread that runs its partitions, with a queue of tasks
+and one of results. `Pipe` splits a batch by rows into microbatches. In each tick all partitions
+work at once, each on the microbatch that has come to it:
 
     tick            0       1       2       3       4
     partition 0     m0      m1      m2      m3
@@ -51,7 +51,7 @@ from utils.stages import balance, clock_cycles, sum_copies
 
 
 class WithDevice(nn.Module):
-    """A module with the label of its device, for where its parameters do not tell the device.
+    """A module labelled with its device, where its parameters do not tell it.
 
     A module may have no parameters; and on a CPU all tensors are on "cpu", also after a move to
     cpu:0 or cpu:1. Without a `Pipe`, the forward moves its input to the device, so that modules on
@@ -167,7 +167,7 @@ class Pipe(nn.Module):
             raise ValueError(f"split_size {split_size}: rows of a microbatch, 1 or more")
         partitions, self.devices = _split_module(module)
         if not partitions:
-            raise ValueError("no modules: a Pipe is of one or more")
+            raise ValueError("no modules: a Pipe needs one or more")
         self.partitions, self.split_size = nn.ModuleList(partitions), split_size
         self.in_queues, self.out_queues = create_workers(self.devices)
         # Who runs the partitions' backwards: the workers, or else autograd's own threads.
@@ -477,7 +477,7 @@ def main():
     args = parser.parse_args()
     for name in "epochs", "lr", "num_sequences", "dropout":
         if not args.model_parallel_mode and getattr(args, name) != parser.get_default(name):
-            parser.error(f"--{name.replace('_', '-')}: of --model-parallel-mode, give that, too")
+            parser.error(f"--{name.replace('_', '-')} needs --model-parallel-mode")
     harness.start(args, show)
 
 

@@ -156,11 +156,11 @@ def parallelize_2d(model, mesh, replicate=False):
     may also be on the meta device. Its forward takes full ids (B, S) and gives logits that are
     DTensors, split over the vocabulary. That forward raises ValueError as `prepare_full_sequence`
     does, and for labels, which `forward_backward` takes.
-    Raises UserError for more ranks along tp than query heads or vocabulary entries, ValueError for
-    a model that is split already, or has norms of heads or, with tp > 1, a sliding window.
+    Raises UserError for ranks along tp without query heads or vocabulary entries, ValueError for a
+    model that is split already, or has norms of heads or, with tp > 1, a sliding window.
     """
     if window_of(model.config) and mesh["tp"].size() > 1:
-        raise ValueError("a sliding window: not in this plan, where a layer sees its tokens alone")
+        raise ValueError("a sliding window: not in this plan, whose layers get no mask")
     if HEAD_NORMS & dict(model.model.layers[0].self_attn.named_children()).keys():
         raise ValueError("norms of heads: not in this plan, whose parameters are all DTensors")
     refuse_on_slices(model)
@@ -197,7 +197,7 @@ def prepare_full_sequence(base, args, kwargs, ranks):
     if ids.shape[1] % ranks:
         raise ValueError(f"{ids.shape[1]} tokens do not divide by {ranks} ranks of tp")
     if mask is not None and not (mask.dim() == 2 and mask.all()):
-        raise ValueError("attention_mask: padding on the right needs none, and label -100")
+        raise ValueError("attention_mask: pad on the right without one, with labels of -100")
     if positions is None:
         positions = torch.arange(ids.shape[1], device=ids.device)[None]
     elif (positions.diff() != 1).any():
@@ -210,14 +210,14 @@ def prepare_full_sequence(base, args, kwargs, ranks):
 def refuse_labels(model, args, kwargs):
     """Raise ValueError, as a pre-hook, for labels."""
     if has_labels(model, args, kwargs):
-        raise ValueError("labels: forward_backward of pretrain_2d.py takes them, or loss_of")
+        raise ValueError("labels: give them to forward_backward or loss_of of pretrain_2d.py")
 
 
 # ---------------------------------------------------------------- the technique: step and loop
 
 
 def loss_of(model, batch, mesh):
-    """Return this rank's part of the mean loss over all labels along dp, and the labels' number.
+    """Return this rank's part of the mean loss over all labels along dp, and the number of labels.
 
     batch: ids and labels, (B/dp, S) each; labels are -100 at padding, which is on the right, where
     no other token sees it. Run it within `loss_parallel`, and its backward, too.
@@ -231,7 +231,7 @@ def loss_of(model, batch, mesh):
 def forward_backward(model, batch, mesh, replicate=False):
     """Run forward and backward; return the mean loss over the labels of all ranks, on each rank.
 
-    Gradients of microbatches accumulate: each call sums those alone over ranks that it has made.
+    Gradients of microbatches accumulate: each call sums over ranks only those it has made.
     """
     dp = mesh["dp"]
     part, _ = loss_of(model, batch, mesh)
@@ -438,7 +438,7 @@ def show(run, args):
 def load_split(run, args, mesh, trial):
     """Return the split model; check that its weights are slices of the reference's."""
     model = run.load_model(partial(parallelize_2d, mesh=mesh, replicate=args.replicate))
-    model.to(run.device)  # shows FSDP2 the loaded parameters, which are new tensors
+    model.to(run.device)  # lets FSDP2 register the loaded parameters, which are new tensors
     unsplit = "" if args.replicate and mesh["tp"].size() == 1 else "norm"
     run.check_weights("all", model, trial.references, unsplit=(unsplit,))
     harness.check_fully_split(run, model, mesh["dp"].size() == 1 or args.replicate)

@@ -1,7 +1,7 @@
 """Bonus: ring attention. Each rank keeps its tokens; keys and values travel from rank to rank.
 
 As in Task 4 every rank has all weights and a share of the tokens. Task 4 exchanges heads for
-tokens; here a rank attends with its own queries to one rank's keys after another's, while the next
+tokens; here a rank's queries attend to the keys of one rank after another, while the next
 keys are on their way (arXiv 2310.01889). Attention is causal, so later keys are skipped:
 
     hop     rank 0              rank 1              rank 2
@@ -14,7 +14,7 @@ these log-sum-exps two blocks merge into what both sets of keys would give at on
 keys and values travel again, and behind them travel their gradients, to which each rank adds, until
 they are home. A block's gradients are exact: with lse the log-sum-exp over *all* keys, and o the
 output over all keys, its probabilities are p = exp(s - lse), and its scores' gradient is
-ds = p * (dp - rowsum(do * o)).
+ds = p * (dp - rowsum(do * o)), with dp = do v.T.
 
 This file has the ring twice. First comes its simplest form, for contiguous shares of one sequence
 without padding. Then comes what `ring_parallelize` gives a full model: equal work for all ranks
@@ -141,7 +141,7 @@ class ContiguousRing(torch.autograd.Function):
 
 
 def contiguous_ring(query, key, value, group, length, causal=True):
-    """Do as `ring_attention` does, without a mask, for contiguous shares of `length` tokens."""
+    """Do as `ring_attention` does, without a mask, for contiguous shares of `length` in all."""
     shares = [shard_range(length, group.size(), rank) for rank in range(group.size())]
     sizes = [stop - first for first, stop in shares]
     return ContiguousRing.apply(query, key, value, sizes, group, causal)
@@ -168,12 +168,12 @@ class Ring:
 
                                                     most work of a rank     sent in a forward
     contiguous, upwards     rank r: share r of P    2 - 1/P times the mean  1/2 of all the way round
-    zigzag, downwards       r and 2P-1-r of 2P      the mean, as all ranks  3/4
+    zigzag, downwards       r and 2P-1-r of 2P      the mean, on each rank  3/4
 
     All the way round, a rank sends 2 (P-1) T/P K D e bytes, for T = B S tokens with K KV heads of D
     numbers of e bytes. The backward sends keys and values again, and as many gradients, in float32
-    at least. So equal work takes 1.5 times the bytes. (Zigzag: Llama 3, arXiv 2407.21783,
-    section 3.3.2.)
+    at least. Equal work thus takes 3/4 : 1/2 = 1.5 times the bytes. (Zigzag: Llama 3, arXiv
+    2407.21783, section 3.3.2.)
     """
 
     def __init__(self, group, length, zigzag, mask=None):
@@ -248,7 +248,7 @@ class Ring:
 
         leaving: {chunk: (2, B, K, tokens, D)}, for all chunks here after `hop` hops; k: this rank's
         keys. grad_dtype: None for keys and values; for gradients their dtype. The last rank on a
-        chunk's way sends the chunk's gradients home, to the first rank.
+        chunk's way sends the chunk's gradients home, to its owner.
         """
         onward, back = self.along(self.rank, 1), self.along(self.rank, -1)
         sends = [(x, onward) for chunk, x in leaving.items() if self.last_hop[chunk] > hop]
@@ -266,7 +266,7 @@ class Ring:
 
 
 def ring_of(group, length, zigzag, mask=None):
-    """Return the `Ring` of a length and a mask, if possible the same for all layers of a forward.
+    """Return the `Ring` of a length and a mask, from a cache if possible: once for all layers.
 
     mask: None, or made by `MaskInfo.to_tensor`.
     """
@@ -377,12 +377,12 @@ class RingAttention(torch.autograd.Function):
         return *ring_backward(ctx.ring, grad, *ctx.saved_tensors, ctx.rest), None
 
 
-@torch.compiler.disable  # messages between two ranks are no part of a graph
+@torch.compiler.disable  # it cannot trace messages between two ranks
 def ring_attention(query, key, value, group, causal=True, length=None, zigzag=False, mask=None):
     """Attend from query (B, N, S/P, D) to all ranks' key and value, (B, K, S/P, D) each.
 
-    causal: if False, each token sees all tokens, and shares are contiguous. length: S, by default P
-    times this rank's tokens; P or more. zigzag: which tokens a rank has, see `Ring`;
+    causal: if False, each token sees all tokens, and shares are contiguous. length: S, P or more;
+    by default P times this rank's tokens. zigzag: which tokens a rank has, see `Ring`;
     `Ring(group, length, zigzag).order()` lists all ranks' tokens in turn. mask: None, or padding
     and documents, made by `MaskInfo.to_tensor`. Raises ValueError for shapes or dtypes that do not
     fit each other or `length`, and for zigzag or a mask with causal=False. Source: Ring Attention,
@@ -407,7 +407,7 @@ def attend_in_ring(
     if dropout:
         raise ValueError("attention dropout: not in a ring")
     if scaling not in (None, query.shape[-1] ** -0.5):
-        raise ValueError(f"scores scaled by {scaling}: not in a ring")
+        raise ValueError(f"scores scaled by {scaling}: a ring scales by 1/sqrt(head_dim)")
     info = MaskInfo.from_tensor(attention_mask)
     check_window(sliding_window, info.length)
     mask = None if info.sees_all else attention_mask
@@ -417,7 +417,7 @@ def attend_in_ring(
 
 
 class RingLlama(SequenceParallelLlama):
-    """Takes and returns full sequences, in order, as Task 4's; a `Ring` deals out the tokens."""
+    """Takes and returns full sequences, in order, as Task 4's model; a `Ring` deals out tokens."""
 
     def order(self, length):
         return ring_of(self.get_group(), length, self.zigzag).order()
@@ -432,7 +432,7 @@ class RingLlama(SequenceParallelLlama):
 def ring_parallelize(model, mesh, zigzag=True):
     """Make a LlamaForCausalLM sequence-parallel in place, by a ring of the ranks of `mesh`.
 
-    Use it as a model after `sequence_parallelize`; there may be more ranks than heads. A rank's own
+    Use it like a model of `sequence_parallelize`; there may be more ranks than heads. A rank's own
     tokens are `model.tokens(S)`, and a forward of these tokens alone takes the mask
     `model.attention_mask_info(S)`. Raises UserError for RoPE that depends on the length, ValueError
     as `convert_attention` does; the forward raises ValueError for dropout of attention.
@@ -447,7 +447,7 @@ def ring_parallelize(model, mesh, zigzag=True):
 
 
 def comm_bytes_per_layer(model, B, S, group=None, num_kv_heads=None):
-    """Return a rank's mean bytes sent in a layer's forward and backward, with num_kv_heads."""
+    """Return bytes that a rank sends, a mean over ranks, in a layer's (forward, backward)."""
     ring, dtype = Ring(group or model.get_group(), S, model.zigzag), model.dtype
     hops = sum(ring.size(chunk) * ring.last_hop[chunk] for chunk in range(len(ring.tokens)))
     num_kv_heads = num_kv_heads or heads_of(model)[1]

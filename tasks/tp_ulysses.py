@@ -46,7 +46,7 @@ from utils.shards import ReplicatedKVLinear
 
 
 def fewest_heads(config, tp):
-    """Return the smallest number of query heads that a rank has, of `tp` ranks."""
+    """Return the smallest number of query heads that any of `tp` ranks has."""
     N, K = config.num_attention_heads, config.num_key_value_heads
     shares = (shard_heads(N, K, tp, rank)[0] for rank in range(tp))
     return min(stop - first for first, stop in shares)
@@ -65,7 +65,7 @@ def parallelize_tp_sp(model, mesh, sequence="ulysses", megatron_sp=False, ulysse
     if exchange > (heads := fewest_heads(model.config, tp.size())):
         raise UserError(
             f"{heads} query heads of a rank ({N} over tp {tp.size()}) for {exchange} "
-            "ranks that exchange heads: fewer of these, or a ring"
+            "ranks that exchange heads: take fewer such ranks, or a ring"
         )
     if sp.size() % exchange:
         raise UserError(f"--ulysses {ulysses}: does not divide --sp {sp.size()}")
@@ -222,8 +222,8 @@ def show(run, args):
         local = torch.arange(S)[model.tokens(S)]
         return local.view(tp, -1)[mesh["tp"].get_local_rank()] if args.megatron_sp else local
 
-    # Along more than two ranks `all_reduce` may gather or exchange instead (few bytes by gloo, half
-    # precision), padded: the formula does not give these bytes exactly.
+    # Along more than two ranks `all_reduce` may be an all-gather (few bytes by gloo) or a padded
+    # all-to-all (half precision), whose bytes the formula does not give.
     exact = tp <= 2 or dist.get_backend(mesh["tp"].get_group()) == SHARED_MEMORY
     unsplit = "norm" if tp > 1 else ""
     workload, how = harness.Workload.of(args), {"unsplit": (unsplit,), "exact": exact}

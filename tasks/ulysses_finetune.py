@@ -1,7 +1,7 @@
 """Task 5: fine-tuning over a sequence that is split over the ranks (prompt tuning, LoRA, or all).
 
-The model is Task 4's, the adapters are PEFT's. What is easily got wrong is done in `shard_loss`
-and its core, `local_loss`:
+The model is Task 4's, the adapters are PEFT's. What is easy to get wrong is in `shard_loss` and
+`forward_backward`:
 
 * The virtual prompt (n tokens) stands before the sequence once, not before each rank's share, where
   PEFT would put it if it were given shares. (Given full ids, as Task 4's model takes them, PEFT's
@@ -13,7 +13,7 @@ and its core, `local_loss`:
 
 * Labels are shifted by one before they are split: the next token may be on the next rank.
 * With --pack a row holds several documents, each after a copy of the virtual prompt, and what is
-  left is filler. Positions restart, and a token sees its own document alone. Packing changes
+  left is filler. Positions restart, and a token sees only its own document. Packing changes
   nothing but speed: loss and gradients are those of the documents one by one.
 
       row     v0 ... v31 t0 ... t40 | v0 ... v31 t0 ... t22 | filler, without a label
@@ -112,10 +112,10 @@ def shift_and_split(model, labels):
 def shard_loss(model, ids, mesh, techniques=None):
     """Return this rank's part of the mean next-token loss, with PEFT and packed documents, too.
 
-    It prepares virtual tokens and packed documents, and calls `local_loss`, or with `techniques`
-    `sequence_loss`. Virtual tokens stand before each document. They and filler have no label, nor
-    has a document's first position, which nothing predicts. Positions restart with each document,
-    and a token sees its own document alone.
+    It prepares virtual tokens and packed documents, and calls `local_loss`, or `sequence_loss` if
+    `techniques` are given. Virtual tokens stand before each document. They and filler have no
+    label, nor has a document's first position, which nothing predicts. Positions restart with each
+    document, and a token sees only its own document.
 
     (Task 4's `model(ids, labels=ids).loss` is the sum of all ranks' parts, on every rank. Both
     losses give a rank the same gradients: the part that its own tokens contribute.)
@@ -170,15 +170,15 @@ def shard_loss(model, ids, mesh, techniques=None):
 def virtual_tokens(model, batch_size):
     """Return the virtual prompt, (B, n, H); n is 0 without prompt tuning.
 
-    Raises ValueError for all other prompts of PEFT's than PROMPT_TUNING and P_TUNING.
+    Raises ValueError for PEFT's prompts other than PROMPT_TUNING and P_TUNING.
     """
     config = getattr(model, "active_peft_config", None)
     enabled = getattr(model.forward, "__self__", model) is model  # not under `disable_adapter`
     if config and config.is_prompt_learning and enabled:
         if (peft_type := config.peft_type) not in ("PROMPT_TUNING", "P_TUNING"):
             raise ValueError(
-                f"{peft_type.value}: of PEFT's prompts only PROMPT_TUNING and P_TUNING are "
-                "virtual tokens of this loss"
+                f"{peft_type.value}: of PEFT's prompts this loss takes only PROMPT_TUNING and "
+                "P_TUNING"
             )
         return model.get_prompt(batch_size)
     return torch.empty(batch_size, 0, model.config.hidden_size, device=model.device)
@@ -190,8 +190,8 @@ def virtual_tokens(model, batch_size):
 def forward_backward(model, ids, mesh, techniques=None, norms=None):
     """Run forward and backward, all-reduce gradients; return this rank's part of the loss.
 
-    Gradients of microbatches accumulate: each call all-reduces those alone that it has made.
-    norms: a list that gets the norm of each gradient before the sum, of this rank's tokens alone.
+    Gradients of microbatches accumulate: each call all-reduces only those that it has made.
+    norms: a list that gets the norm of each gradient, of this rank's tokens, before the sum.
     """
     parameters = trained_parameters(model).values()
     loss = shard_loss(model, ids, mesh, techniques)
@@ -334,7 +334,7 @@ def main():
     if args.selective_checkpoint and args.gradient_checkpointing:
         parser.error("--selective-checkpoint and --gradient-checkpointing exclude each other")
     if args.compile and args.long_sequence and not args.gradient_checkpointing:
-        parser.error("--compile takes whole layers: with --no-long-sequence, say")
+        parser.error("--compile needs whole layers: add --no-long-sequence")
     if args.resume and args.output_dir is None:
         parser.error("--resume needs --output-dir")
     harness.start(args, finetune)

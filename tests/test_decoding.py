@@ -26,7 +26,7 @@ def test_refused():
     ids, heads = torch.ones(1, 5, dtype=torch.long), model.config.num_key_value_heads
     for kind, length, new_tokens in ("dynamic", 9, 4), ("static", 8, 4), ("static", 9, 0):
         cache = make_cache(kind, model, heads, 1, length)
-        with pytest.raises(ValueError, match=r"a StaticCache|a cache of 8 tokens, for 9"):
+        with pytest.raises(ValueError, match=r"a StaticCache|a cache of 8 tokens: 9 are needed"):
             generate_in_place(model, ids, ids, new_tokens, choose_from_full_logits, cache)
 
 

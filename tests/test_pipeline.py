@@ -488,7 +488,7 @@ def test_refused(flags, message, tmp_path):
         (["--model-parallel-mode", "both"], 2, "trains in one process: without torchrun"),
         (["--model-parallel-mode", "both", "--dropout"], 1, "--dropout: tiny has none"),
         (["--model", GPT2, "--seq-len", 129], 1, "has positions for 128 tokens"),
-        (["--epochs", 4], 1, "--epochs: of --model-parallel-mode, give that, too"),
+        (["--epochs", 4], 1, "--epochs needs --model-parallel-mode"),
     ],
 )
 def test_threads_refuse(flags, nproc, message, tmp_path):

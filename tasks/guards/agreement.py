@@ -192,7 +192,7 @@ def first_row(weight):
 def hash_of_start(model):
     """Return a number that stands for the weights before the split; NaN if others were loaded.
 
-    Weights were loaded after the split if this rank's part of that row is no longer the one kept.
+    Weights were loaded since if this rank's part of a weight's first row is no longer the one kept.
     """
     weight, row = model.model.layers[0].mlp.down_proj.weight, model.row_at_split
     if row is None or weight.is_meta or weight.dim() != 2:
@@ -206,7 +206,7 @@ def hash_of_start(model):
 def weights_alike(parameters, of_tokens):
     """Return those of {name: parameter} of which each rank of a group has the same part.
 
-    They are all where the group splits the tokens (of_tokens); else those that are not split.
+    That is all where the group splits the tokens (of_tokens), else those that are not split.
     DTensors are left out: PyTorch made them alike.
     """
     return {
@@ -251,8 +251,8 @@ def with_prompt(model):
 def check_sum(tensors, group):
     """Raise ValueError, on all ranks, where the sum of gradients over a group would be wrong.
 
-    Over ranks that split the weights it is wrong: their gradients are right as they are. And over
-    replicas whose weights differ, which the 1st, 2nd, 4th, ... call over these ranks looks for.
+    Over ranks that split the weights it is wrong: their gradients are right as they are. So it is
+    over replicas whose weights differ: the 1st, 2nd, 4th, ... call over these ranks looks for them.
     """
     if both := ranks_that_split(tensors, group):
         raise ValueError(
@@ -319,8 +319,8 @@ def note(parameters, before, clips=1.0):
 def check_noted(model, group):
     """Return which gradients differed between ranks that split the tokens, in words, or None.
 
-    Then their sum over these ranks was forgotten. Compares norms that were noted, of gradients that
-    several ranks have.
+    If they did, their sum over these ranks was forgotten. Compares norms that were noted, of
+    gradients that several ranks have.
     """
     if not splits_tokens(model, group):
         return None

@@ -43,7 +43,7 @@ def check_ordinary(model):
             if size != D:
                 raise ValueError(f"attention of {name}: {norm} is of {size}, not of a head's {D}")
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-        raise ValueError("weights are DTensors, which are not split by tokens here")
+        raise ValueError("weights are DTensors already: split the plain model")
 
 
 def check_parts(name, module, parts, more=frozenset()):
@@ -60,9 +60,9 @@ def check_parts(name, module, parts, more=frozenset()):
 def check_layers(model):
     """Raise ValueError for layers of which slices would be wrong.
 
-    Those that do more with a weight than PyTorch's do: Gemma's embedding scales its rows, quantized
-    layers keep other numbers than the weights. Those of other sizes than the configuration's, by
-    which slices are taken. And those that share a weight, beside a tied LM head.
+    They are layers that do more with a weight than PyTorch's (Gemma's embedding scales its rows,
+    quantized layers keep other numbers), whose size is not the configuration's, by which slices are
+    taken, or that share a weight (a tied LM head may).
     """
     config, sizes = model.config, {}
     sizes |= dict.fromkeys(("embed_tokens", "lm_head"), config.vocab_size)
@@ -94,8 +94,8 @@ def check_slices(model):
 def refuse_lost_slices(model):
     """Raise ValueError if a slice was replaced by a parameter that does not know its region.
 
-    FSDP2's `fully_shard` does so, and `load_state_dict(assign=True)`. A rank's slice would count as
-    the full tensor from then on.
+    `load_state_dict(assign=True)`, FSDP2's `fully_shard` and `to_empty` do so. A rank's slice would
+    count as the full tensor from then on.
     """
     if not vars(model).get("of_slices"):  # kept: a walk through all modules at each token is slow
         named = model.named_modules()
@@ -104,9 +104,10 @@ def refuse_lost_slices(model):
         for name in module.slices:
             if not hasattr(getattr(module, name), "shard"):
                 raise ValueError(
-                    f"{place}.{name} was a slice, and has been replaced: by fully_shard "
-                    "(parallelize_2d of pretrain_2d.py splits over two axes), or by to_empty "
-                    "(loading.models.materialize fills a model that was split without memory)"
+                    f"{place}.{name} was a slice, and has been replaced: by load_state_dict "
+                    "(assign=True), by fully_shard (parallelize_2d of pretrain_2d.py splits over "
+                    "two axes), or by to_empty (loading.models.materialize fills a model that was "
+                    "split on the meta device)"
                 )
 
 
@@ -114,15 +115,15 @@ def refuse_own_loss(model, expected=ForCausalLMLoss):
     """Raise ValueError if a model's `loss_function` is not `expected` but a user's own."""
     if model.loss_function != expected:
         raise ValueError(
-            "a loss_function of your own would not be called, or get a part of the logits: compute "
-            "the loss from the logits, which come out full without labels"
+            "a loss_function of your own would not be called, or would get a part of the logits: "
+            "compute the loss from the logits, which come out full without labels"
         )
 
 
 def refuse_arguments(model, attention_mask, cache, labels, others):
     """Raise ValueError for what a forward of a `SequenceParallelLlama` does not take.
 
-    others: its other keyword arguments, out of which known names are taken.
+    others: its other keyword arguments, from which known names are removed.
     """
     for name in "logits_to_keep", "num_logits_to_keep", "output_attentions", "shift_labels":
         if torch.is_tensor(value := others.pop(name, None)) or value:

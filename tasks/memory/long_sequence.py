@@ -6,8 +6,8 @@ scores (which no fused kernel keeps) but what the backward needs of every token.
 
     510   plain: three times the logits (375), and each layer's activations (17 a layer)
     386   with checkpointing: the logits, and one hidden state (1) a layer
-     15   with loss, MLP and attention in parts, too: hidden states, and one layer's work
-     14   with what `saved_outputs.py` does: attention's outputs (1 a layer), and a part's work
+     15   with loss, MLP and attention in parts, too: hidden states, one layer's temporaries
+     14   with what `saved_outputs.py` does: attention's outputs (1 a layer), a part's temporaries
 
 `saved_outputs.py` is a backward of layers that never runs attention again. A selective checkpoint
 (arXiv 2310.03294) would keep each layer's input, too; here only the last one's is kept. All of a
@@ -52,8 +52,8 @@ class Techniques:
 
     backward: "saved-outputs", "selective" (recompute layers but for attention, whose outputs are
     kept, too), "checkpoint" (recompute all of a layer) or "plain" (keep everything).
-    tiled_loss, tiled_mlp: in tiles of tokens whose largest tensors take `tile_bytes`, whatever the
-    sequence's length. head_groups: attention one group of heads after another. offload: what is
+    tiled_loss, tiled_mlp: run in tiles of tokens, whose largest tensors take `tile_bytes`, whatever
+    the sequence's length. head_groups: attention one group of heads after another. offload: what is
     kept of each layer goes to host memory (CUDA). tile_tokens: the size of tiles, if not by bytes.
     """
 
@@ -135,7 +135,7 @@ def supported_techniques(model, techniques):
     if on_gpu and none:
         kernel = f"no GPU kernel gives log-sum-exps of {model.dtype} heads of {head_dim} here"
     if isinstance(model, RingLlama) and fewer.backward == "selective":
-        fewer, kernel = replace(fewer, backward="checkpoint"), "of a ring there is no one kernel"
+        fewer, kernel = replace(fewer, backward="checkpoint"), "a ring is not one kernel"
     if in_one:
         fewer = replace(fewer, head_groups=False)
     if fewer.backward in ("saved-outputs", "selective") and (in_one or kernel):

@@ -23,7 +23,7 @@ class SavedOutputs(torch.autograd.Function):
                 forward                                 backward, from the last layer to the first
     x           attention, then the rest, tile by tile  built again, see `rebuild`
     saved       outputs, log-sum-exps                   gradients of outputs; then of q, k, v
-    loss        and d, its gradient of hidden states    d becomes the gradient before each layer
+    loss        and d = d loss / d hidden states        d becomes the gradient before each layer
 
     The loss is inside so that d can be overwritten in place: a gradient from autograd may have
     other users, and a copy of it would hold one more hidden state for the whole backward.
@@ -95,7 +95,7 @@ def qkv_of_heads(stack, layer, x, head_round):
 
 
 def run_attention(stack, layer, x):
-    """Run attention: outputs, a flat tensor a round; log-sum-exps; what else the backward needs.
+    """Run attention; return outputs (a flat tensor a round), log-sum-exps, other needs of backward.
 
     For a round in which this rank has no heads there are no log-sum-exps.
     """

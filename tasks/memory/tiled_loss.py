@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 
 
 class TiledLoss(torch.autograd.Function):
-    """Final norm, LM head and cross-entropy, a few tokens at a time, and their gradient at once.
+    """Final norm, LM head, cross-entropy and their gradient, a few tokens at a time.
 
     A tile's logits become their gradient in place, so that one tensor of `tile` tokens times the
     vocabulary is all there ever is (in half types a copy in float32, too). What is kept for the

@@ -18,7 +18,8 @@ class TiledVocabParallelLoss(torch.autograd.Function):
     x           (T, H)          logits (t, V/P), losses, dx     dx times dy
     weight      (V/P, H)        dweight                         dweight times dy
 
-    Gradients are made at once, so that no logits are kept. dweight is added up in float32 at least.
+    Gradients are made in the forward, so that no logits are kept. dweight is added up in float32 at
+    least.
     """
 
     @staticmethod
@@ -29,7 +30,7 @@ class TiledVocabParallelLoss(torch.autograd.Function):
         train_x, train_weight = (train and needed for needed in ctx.needs_input_grad[:2])
         dx = torch.empty_like(x) if train_x else None
         dweight = torch.zeros_like(weight, dtype=wide) if train_weight else None
-        # One tensor for all tiles: autocast would keep a half-precision copy of each tile's.
+        # One weight for all tiles: of each new one autocast would keep a half-precision copy.
         w = weight.detach().requires_grad_() if train_weight else weight.detach()
         for first in range(0, len(x), tile):
             tokens = slice(first, first + tile)

@@ -25,7 +25,7 @@ def usp_attention(module, query, key, value, attention_mask, **kwargs):
 
 
 class USPLlama(RingLlama):
-    """Takes and returns full sequences; a Ulysses group splits the tokens of a place in a ring."""
+    """Takes and returns full sequences; a Ulysses group has what one rank of a plain ring has."""
 
     def order(self, length):
         return ring_of(self.get_ring(), length, self.zigzag).order()

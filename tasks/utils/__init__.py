@@ -1,12 +1,12 @@
 """What techniques are made of: collectives, slices of weights, the seam to Hugging Face.
 
-It imports torch and transformers alone, no script, and nothing of the packages beside it but, once
-a model is split, `guards`. These packages are:
+It imports torch, transformers and, once a model is split, `guards`; no script and no other package.
+The packages beside it are:
 
     guards          raise where a split model would be silently wrong
     harness         starts and ends a job; compares; measures
     loading         models, tokenizers and text
-    checkpoints     of a training that is to be continued
+    checkpoints     save a training, to be continued
     shared_memory   how ranks of one machine talk on a CPU
     memory, mesh    more techniques, of Task 5 and of `tp_ulysses.py`
 
@@ -17,7 +17,7 @@ first use of `harness.start` loads `harness/job.py`, where `start` is.
 Shapes, in the whole repository: B batch, S sequence, H hidden, N query heads, K key/value heads,
 D head dim, F MLP units, V vocabulary, P ranks. Local sizes are written S/P, N/P and so on, also
 where the shares are uneven. A tensor has dims, a mesh has axes. "Sequence parallel" is meant as in
-Ulysses: all of a rank's work is on its own tokens (torchtitan: context parallel, cp). Megatron's
+Ulysses: all but attention is on a rank's own tokens (torchtitan: context parallel, cp). Megatron's
 sequence parallelism, beside TP, is in `mesh/megatron_sp.py`.
 """
 

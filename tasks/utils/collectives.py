@@ -2,7 +2,7 @@
 and backward; what these are built of; and subgroups.
 
 (The backward of `torch.distributed.nn`'s all-reduce sums the gradient over the ranks, as if each
-rank had a loss of its own. Here all ranks compute one loss: it would be counted P times.)
+rank had a loss of its own. Here all ranks compute one loss, which would be counted P times.)
 
 Shapes as in `utils/__init__.py`.
 """
@@ -22,7 +22,7 @@ except ImportError:  # its name before PyTorch 2.13
     from torch.distributed import all_gather_into_tensor as all_gather_single
 
 SHARED_MEMORY = "shared_memory"  # the name of the backend in the package of this name
-# Whether half-precision sums over more than two ranks are exact but for one rounding: see
+# Whether half-precision sums over more than two ranks are added in float32, rounded once: see
 # `all_reduce_`. Set it to False, on all ranks, to have the library's own sums.
 PRECISE = True
 FEW_BYTES = 2**16  # by gloo: up to here a sum in one step is quicker than a sum in two steps
@@ -116,7 +116,7 @@ def subgroup(group, name, start, stop, step=1):
     """Return the process group of `group`'s ranks [start:stop:step], with `group`'s timeout.
 
     All ranks of `group` call it together, each for its own subgroup, because NCCL may split the
-    communicator. name: another one for each way to split `group`, a part of the cache's key.
+    communicator. name: another one for each way to split `group`; part of the cache's key.
     Without it a rank may find its group in the cache while others create theirs. PyTorch numbers
     new groups by each rank's own count, so later groups would have unlike names on the ranks.
     """

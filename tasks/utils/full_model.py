@@ -89,11 +89,11 @@ def grad_norm(model, group=None):
         for part, norm in table:
             expected = first.setdefault(part, norm)
             if not math.isfinite(norm):
-                first[part] = norm  # of any rank: then the result is not finite
+                first[part] = norm  # on any rank: it makes the result so
             # (Ranks that compute the same by different kernels may round differently. Where a sum
             # was left out, norms differ by more. A norm that is not finite is left to the caller.)
             if abs(norm - expected) > 1e-2 * max(norm, expected):
-                of = {digest_of(part): part for part in norms}.get(part, "a parameter of others")
+                of = {digest_of(part): part for part in norms}.get(part, "another rank's parameter")
                 raise ValueError(
                     f"gradients of {of} differ between ranks that all have it: sum or average "
                     "them first (sum_gradients)"

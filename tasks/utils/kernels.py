@@ -55,11 +55,11 @@ def cudnn_is_right(q, k, causal=True, bias=None):
     """Tell whether cuDNN's kernels are right here; they are quicker, by a third or more on an H200.
 
     They are right for bfloat16 without a bias, D <= 128, and 128 queries or more: if causal, with
-    as many keys; else with whole tiles of 128. Elsewhere they go wrong without an error. Gradients
-    may be NaN where log-sum-exps are far below 0: with a bias, with keys that end within a tile
-    (pytorch issue 196678), or with few queries (cudnn-frontend issue 1072). On Blackwell few KV
-    heads may give wrong numbers (pytorch issue 193893): so only GPUs of capability 9 use them. As
-    their backward adds in any order, they are not used with deterministic algorithms.
+    as many keys; else with whole tiles of 128. Elsewhere they may go wrong, without an error.
+    Gradients may be NaN where log-sum-exps are far below 0: with a bias, with keys that end within
+    a tile (pytorch issue 196678), or with few queries (cudnn-frontend issue 1072). On Blackwell few
+    KV heads may give wrong numbers (pytorch issue 193893): so only GPUs of capability 9 use them.
+    As their backward adds in any order, they are not used with deterministic algorithms.
     """
     if q.device.type != "cuda" or q.dtype != torch.bfloat16 or bias is not None:
         return False

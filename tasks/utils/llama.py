@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 HEAD_NORMS = {"q_norm", "k_norm"}  # Qwen3's norms of each head
 BY_LENGTH = "dynamic", "longrope"  # RoPE whose factors depend on the sequence's length
-PROMPTED = weakref.WeakKeyDictionary()  # {model: a reference to the PEFT model that has its prompt}
+PROMPTED = weakref.WeakKeyDictionary()  # {model: a reference to the PEFT model that prompts it}
 
 
 def getter(group):
@@ -24,7 +24,7 @@ def getter(group):
 
 
 def bind(function, **given):
-    """Do as functools.partial, but deepcopy leaves the arguments as they are; see `getter`."""
+    """Do as functools.partial does, but deepcopy keeps the arguments as they are; see `getter`."""
     return lambda *args, **kwargs: function(*args, **given, **kwargs)
 
 
@@ -62,7 +62,7 @@ def next_tokens(labels, size, vocab_size, ignore_index=-100, shift_labels=None):
     shifted already; IndexError as `check_ids` does.
     """
     if shift_labels is not None:
-        raise ValueError("shift_labels: labels are shifted here")
+        raise ValueError("shift_labels: give labels, which are shifted here")
     if labels.shape != size:
         raise ValueError(f"labels are {list(labels.shape)}, of tokens that are {list(size)}")
     targets = F.pad(labels, (0, 1), value=ignore_index)[:, 1:]
@@ -113,7 +113,7 @@ class Guard:
 
 
 def guard(model, check):
-    """Call check(model) in each forward of a LlamaForCausalLM, so that it sees later adapters."""
+    """Call check(model) in each forward of a LlamaForCausalLM, also when adapters were added."""
     for part in model, model.model:  # PEFT, or a user, may call only one of them with its hooks
         part.register_forward_pre_hook(Guard(model, check))
 

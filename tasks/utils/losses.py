@@ -1,4 +1,4 @@
-"""Cross-entropy of large vocabularies: exact in float32, and with little memory.
+"""Cross-entropy of large vocabularies: accurate in float32, and with little memory.
 
 It computes what `F.cross_entropy` does, whose sums over a large vocabulary lose digits on a CPU. Of
 tensors over the vocabulary it keeps only the logits. (At its peak there are the logits, and one

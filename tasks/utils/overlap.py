@@ -3,7 +3,7 @@
 From the gradient dy of a column-parallel layer y = x W.T the backward computes dx = dy W, which f
 sums over the ranks, and dW = dy.T x, for which nobody waits. Autograd computes both before f begins
 to sum. Here a layer's backward computes dx alone. Then f begins the sum, on a stream of its own,
-computes dW of all layers of the block meanwhile, and waits. The products are autograd's, so all
+computes dW of all these layers meanwhile, and waits. The products are autograd's, so all
 bits are the same. Source: Megatron-LM's linear layers with an asynchronous all-reduce
 (megatron/core/tensor_parallel/layers.py).
 
@@ -24,10 +24,10 @@ COLUMN_PARALLEL = "q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"
 
 
 def overlap_f(block, hook, group):
-    """Apply f to the input of `block`, attention or MLP; its sum overlaps as said above.
+    """Apply f to the input of `block`, attention or MLP; its sum overlaps, see above.
 
     hook(block, args, kwargs, enter, group): applies enter(x, group) to the input, as a pre-hook.
-    Within torch.compile f is as ever.
+    Within torch.compile f is the usual one.
     """
     names = [name for name in COLUMN_PARALLEL if hasattr(block, name)]
     for layer in map(block.get_submodule, names):
@@ -62,7 +62,7 @@ class DeferredLinear:
         return LinearWithoutDW.apply(x, *vars(self).pop("given"))
 
     def parameters_taken(self):
-        """Return weight and bias, as a `ReplicatedKVLinear` takes them if this is one."""
+        """Return weight and bias; of a `ReplicatedKVLinear` behind its f."""
         replicated = isinstance(self, ReplicatedKVLinear)
         return self.parameters_after_f() if replicated else (self.weight, self.bias)
 
@@ -106,7 +106,7 @@ class CopyAndDefer(torch.autograd.Function):
 class LinearWithoutDW(torch.autograd.Function):
     """y = x W.T + b. The backward computes dx and db, and leaves dy to `CopyAndDefer`.
 
-    Under autocast dy is of its dtype, in which the products are computed.
+    Under autocast dy and the products are in autocast's dtype.
     """
 
     @staticmethod

@@ -44,7 +44,7 @@ def convert_attention(model, mixin, group, name, attend):
     model.replaced_loss = model.loss_function
     config = model.config
     if (of_rope := rope_of(config).get("rope_type")) in BY_LENGTH:
-        raise UserError(f"RoPE {of_rope} depends on the sequence's length, which no rank sees")
+        raise UserError(f"RoPE {of_rope} depends on the length: a rank sees its own positions only")
     model.original_settings = config, model.generation_config
     config, model.generation_config = map(copy.deepcopy, model.original_settings)
     ALL_ATTENTION_FUNCTIONS[name] = attend
@@ -86,17 +86,18 @@ def seq_len(query, key, value, group, length=None):
         return length
     fits = key.shape == value.shape and query[:, 0].shape == key[:, 0].shape
     if not fits or query.shape[1] % key.shape[1] or not query.dtype == key.dtype == value.dtype:
-        raise ValueError(f"query, key, value do not fit: {query.shape}, {key.shape}, {value.shape}")
+        said = ", ".join(f"{list(x.shape)} of {x.dtype}" for x in (query, key, value))
+        raise ValueError(f"query, key, value do not fit: {said}")
     if length < P:
         raise ValueError(f"{length} tokens for {P} ranks: each needs one")
     first, stop = shard_range(length, P, rank)
     if stop - first != tokens:
-        raise ValueError(f"{tokens} tokens on rank {rank}, of {length}: {stop - first}")
+        raise ValueError(f"{tokens} tokens on rank {rank}, not {stop - first}, of {length}")
     return length
 
 
 def as_attention_takes(*tensors):
-    """Return query, key and value in autocast's dtype, if it is on; RoPE made them float32."""
+    """Return query, key and value in autocast's dtype, if it is on: RoPE makes two float32."""
     device_type = tensors[0].device.type
     if torch.is_autocast_enabled(device_type) and tensors[0].dtype != torch.float64:
         return [tensor.to(torch.get_autocast_dtype(device_type)) for tensor in tensors]
@@ -196,7 +197,7 @@ class SequenceParallelLlama:
         loss gives a rank the gradient of its own tokens' part, so nothing is counted P times.
         Hidden states that are asked for are those of this rank's tokens.
 
-        Raises ValueError as `refuse_arguments` and `check_by_token` do.
+        Raises ValueError as `refuse_arguments`, `refuse_across_tokens` and `check_forward` do.
         """
         from guards.agreement import check_forward
         from guards.refusals import refuse_arguments
@@ -233,7 +234,7 @@ class SequenceParallelLlama:
         if labels is None:
             output.logits = self.gather_tokens(output.logits, length)[:, :S]
         else:
-            # The labels were shifted before they are split: the next token may be on another rank.
+            # Labels are shifted before they are split: the next token may be on another rank.
             loss = self.sum_of_losses(output.logits, local(targets, -100))
             if num_items_in_batch is None:
                 num_items_in_batch = (targets != -100).sum()

@@ -91,7 +91,7 @@ def is_slice(parameter):
 
 
 class ReplicatedKVLinear(nn.Linear):
-    """A linear layer of which several ranks hold the same weights, each for other query heads.
+    """A linear layer of which several ranks hold the same weights, each for its own query heads.
 
     It applies f to the weights: their gradient is the sum over these ranks, whose group is
     `get_kv_replica_group()`.

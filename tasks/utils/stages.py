@@ -12,7 +12,7 @@ def balance(costs, stages):
     for more stages than layers, ValueError for fewer than one stage.
     """
     if stages < 1:
-        raise ValueError(f"{stages} stages")
+        raise ValueError(f"{stages} stages: 1 or more")
     if stages > len(costs):
         raise UserError(f"{stages} stages, but only {len(costs)} layers")
 
