@@ -1,9 +1,8 @@
 """What techniques are made of: collectives, slices of weights, the seam to Hugging Face.
 
-It imports torch, transformers and, once a model is split, `guards`; no script and no other package.
-The packages beside it are:
+It imports torch and transformers, no script, and of the packages beside it only `guards`:
 
-    guards          raise where a split model would be silently wrong
+    guards          raise where a split model would be silently wrong; loaded by splitting one
     harness         starts and ends a job; compares; measures
     loading         models, tokenizers and text
     checkpoints     save a training, to be continued
