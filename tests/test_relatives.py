@@ -99,6 +99,14 @@ BUGS = {
         "ulysses_finetune", "memory/long_sequence.py", 'getattr(attention, "use_rope", True)',
         "True", "smollm3",
     ),
+    "a bias keeps the first rows": (
+        "tp_llama", "utils/shards.py", "full.detach().narrow(dim, start, stop - start)",
+        'full.detach().narrow(dim, start * (name == "weight"), stop - start)', "qwen2",
+    ),
+    "a window is not looked at": (
+        "ulysses_forward", "utils/sequence.py", "if window is not None and length > window:",
+        "if False:", "mistral",
+    ),
 }  # fmt: skip
 
 
@@ -108,7 +116,8 @@ BUGS = {
 def test_planted_bug(name, folder_of, tmp_path):
     script, module, right, wrong, kind = BUGS[name]
     plant(tmp_path, module, right, wrong)
-    result = start(script, folder_of(kind), 2, "float64", tmp_path, tmp_path)
+    folder = folder_of(kind, **dict(sliding_window=4) if kind == "mistral" else {})
+    result = start(script, folder, 2, "float64", tmp_path, tmp_path)
     assert result.code == 1 and "FAILED " in result.out, result.tail()
 
 

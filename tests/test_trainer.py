@@ -111,11 +111,13 @@ def test_without_the_sum_nor_its_check(tmp_path):
 
 DDP = """
 import sys
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
+from accelerate import Accelerator
 from transformers import LlamaForCausalLM
 
 sys.path.insert(0, {tasks!r})
@@ -129,13 +131,18 @@ mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
 group = mesh["dp"].get_group()
 for split in tensor_parallelize, dtensor_parallelize, sequence_parallelize, ring_parallelize:
     model = split(LlamaForCausalLM.from_pretrained({tiny!r}), mesh["tp"])
-    for wrong in {{}}, {{"process_group": mesh["tp"].get_group()}}, {{"device_mesh": mesh["tp"]}}:
+    for wrap in (
+        DistributedDataParallel,
+        partial(DistributedDataParallel, process_group=mesh["tp"].get_group()),
+        partial(DistributedDataParallel, device_mesh=mesh["tp"]),
+        Accelerator(cpu=True).prepare,
+    ):
         try:
-            DistributedDataParallel(model, **wrong)
+            wrap(model)
         except ValueError as error:
             assert "which share each batch" in str(error), error
         else:
-            raise AssertionError((split, wrong))
+            raise AssertionError((split, wrap))
     if split is not dtensor_parallelize:  # of DTensors DDP takes none
         DistributedDataParallel(model, process_group=group)
 dist.destroy_process_group()
@@ -144,11 +151,26 @@ print("refused")
 
 
 def test_ddp_over_ranks_that_share_a_batch(tmp_path):
-    """By each technique, over all ranks or those of its axis; over the other axis it is right."""
+    """Of each technique, over all ranks or those of its axis, or by accelerate; over the other axis
+    it is right.
+    """
     program = tmp_path / "ddp.py"
     program.write_text(DDP.format(tasks=str(launch.TASKS), tiny=str(TINY)))
     result = launch.ranks(program, nproc=4, folder=tmp_path)
     assert result.code == 0 and result.out.count("refused") == 4, result.tail()
+
+
+@pytest.mark.stress
+def test_trainer_over_slices(tmp_path):
+    """It clips by PyTorch's function, which takes a rank's slices for the model."""
+    imported = "from ulysses_forward import sequence_parallelize"
+    slices = [
+        (imported, "from tp_llama import tensor_parallelize"),
+        ("sequence_parallelize(model, mesh)", "tensor_parallelize(model, mesh)"),
+    ]
+    result = run(tmp_path, 2, *slices, NO_SUM)
+    assert result.code == 1, result.tail()
+    assert result.err.count("ValueError: get_total_norm, clip_grad_norm_") == 2, result.tail()
 
 
 @pytest.mark.stress

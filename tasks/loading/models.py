@@ -340,8 +340,8 @@ def from_pretrained(parallelize, name_or_folder, dtype=None, device="cpu"):
 
     Or a Mistral, Qwen2, Qwen3 or SmolLM3.
 
-    parallelize: `partial(tensor_parallelize, mesh=mesh)`, say, which is given the model without
-    memory; None: the full model, by transformers. name_or_folder: a directory of safetensors, in
+    parallelize: `partial(tensor_parallelize, mesh=mesh)`, say, which is given the model on the meta
+    device; None: the full model, by transformers. name_or_folder: a directory of safetensors, in
     one file or several, or an id on the hub. dtype: by default the configuration's, else that of
     the weights. Each rank calls it; nothing is sent. Raises UserError, with one line, for what
     cannot be loaded: no such model, a tensor that is missing, unexpected or of another shape.

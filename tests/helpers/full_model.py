@@ -1062,11 +1062,22 @@ def of_tokens(folder):
     refused(partial(model, ids, attention_mask=torch.ones(1, 1, 4, 4)), "attention_mask: ")
     refused(partial(model, ids, position_ids=positions % 3), "position_ids that jump")
     refused(partial(model, ids[:, :-1]), "do not divide by")
-    refused(partial(model, ids, labels=ids), "labels: forward_backward")
+    refused(partial(model, ids, labels=ids), "labels: give them to forward_backward")
     embedded = whole.model.embed_tokens(ids)
     refused(partial(model, inputs_embeds=embedded), "inputs_embeds: not where")
     model.config._attn_implementation = "eager"
     refused(partial(model, ids), "eager attention")
+    sizes = {name: getattr(whole.config, name) for name in (
+        "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+        "num_key_value_heads", "head_dim", "vocab_size", "pad_token_id")}  # fmt: skip
+    for kind, more, said in (
+        ("Mistral", {"sliding_window": 4}, "a sliding window: not in this plan"),
+        ("Qwen3", {}, "norms of heads: not in this plan"),
+    ):
+        if hasattr(transformers, f"{kind}Config"):  # transformers 4.48 has no Qwen3
+            config = getattr(transformers, f"{kind}Config")(**sizes, **more)
+            relative = getattr(transformers, f"{kind}ForCausalLM")(config)
+            refused(partial(parallelize_2d, relative, mesh), said)
 
 
 def of_dtensors(folder):
