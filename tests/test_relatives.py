@@ -100,8 +100,9 @@ BUGS = {
         "True", "smollm3",
     ),
     "a bias keeps the first rows": (
-        "tp_llama", "utils/shards.py", "full.detach().narrow(dim, start, stop - start)",
-        'full.detach().narrow(dim, start * (name == "weight"), stop - start)', "qwen2",
+        "tp_llama", "utils/shards.py", "region[dim] = slice(first + start, first + stop)",
+        'first -= start * (name == "bias")\n'
+        "            region[dim] = slice(first + start, first + stop)", "qwen2",
     ),
     "a window is not looked at": (
         "ulysses_forward", "utils/sequence.py", "if window is not None and length > window:",
