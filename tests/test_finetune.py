@@ -510,7 +510,7 @@ BAD_FLAGS = {
     "a model is there": (["--peft", "none", "--output-dir", "{}/mine"], "the model there is not"),
     "a home that is not there": (["--text", "~nobody-here/x"], "cannot be read"),
     "too many virtual tokens": (["--num-virtual-tokens", 2**30], "at most 1048576"),
-    "an absurd rate": (["--lr", "1e39"], "no more than a million"),
+    "an absurd rate": (["--lr", "1e39"], "below a million"),
     "nothing to resume from": (["--resume"], "--resume needs --output-dir"),
     "text is missing": (["--text", "{}/none.txt"], "cannot be read"),
     "text is a folder": (["--text", "{}"], "a directory"),

@@ -142,7 +142,7 @@ SCENES = {
     ),
     "from anyone": (
         ["dist.recv(x)", "pass", "pass"],
-        ["rank 0: NotImplementedError after 0 s: to receive from any rank: name one, or use gloo"],
+        ["rank 0: NotImplementedError after 0 s: recv from any rank: name one, or use gloo"],
     ),
 }  # fmt: skip
 

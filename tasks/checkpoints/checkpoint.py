@@ -291,7 +291,7 @@ def newest(folder):
         warnings.append(f"{path}: {reason}")
     if found:
         raise UserError(
-            f"no good checkpoint: {'; '.join(warnings)}; name another --output-dir, or remove them"
+            f"no good checkpoint: {'; '.join(warnings)}; name another folder, or remove them"
         )
     return None, warnings
 

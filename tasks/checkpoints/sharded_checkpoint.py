@@ -88,8 +88,8 @@ class ShardedCheckpoints(Checkpoints):
                     generator.set_rng_state(file.get_tensor(name).clone())
         else:
             run.print0(
-                f"note: it was on {record['world_size']} ranks: what is drawn by chance (no "
-                "batch is) starts anew"
+                f"note: it was on {record['world_size']} ranks: random states start anew (no "
+                "batch needs them)"
             )
         run.print0(f"resumed after {step} steps")
         return record["losses"]
@@ -198,8 +198,8 @@ def state_of(model, optimizer, parts, rank):
         split = {k: x for k, x in split.items() if x.dim() or (single and k != "step")}
         for key, tensor in split.items():
             if tensor.shape != parameter.shape:
-                shapes = f"{list(tensor.shape)} for {list(parameter.shape)}"
-                raise ValueError(f"{type(optimizer).__name__}: {key} of {name}: {shapes}")
+                shapes = f"{list(tensor.shape)}, the parameter {list(parameter.shape)}"
+                raise ValueError(f"{type(optimizer).__name__}: {key} of {name} has shape {shapes}")
         numbers = {key: float(value) for key, value in state.items() if key not in split}
         states[name] = list(split), numbers
         if [rank, regions[name]] in parts[name]:
@@ -286,7 +286,7 @@ def save_training_state(model, optimizer, folder, step, more=None, group=None, k
     states have other shapes than its parameters.
     """
     if not isinstance(step, int) or step < 0 or keep < 1:
-        raise ValueError(f"step {step!r}, keep {keep!r}: whole numbers from 0 and from 1 on")
+        raise ValueError(f"step {step!r}, keep {keep!r}: step from 0, keep from 1 on")
     json.dumps(more)  # raises here for what JSON cannot hold
     if isinstance(optimizer, ZeroRedundancyOptimizer):
         raise ValueError("ZeroRedundancyOptimizer: a rank has states of its share alone; use FSDP2")
@@ -333,8 +333,8 @@ def load_training_state(model, optimizer, folder, group=None):
 
     Without a checkpoint it fills in nothing, and returns None. The parameters may be split over any
     ranks by any technique, or not at all. The optimizer's settings, such as its learning rate,
-    become what they were, too. Raises UserError, on all ranks, where all that is there is damaged,
-    or of another model.
+    become what they were, too. Raises UserError, on all ranks, where all is damaged, or of another
+    model or optimizer.
     """
 
     def find():

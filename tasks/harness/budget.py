@@ -31,7 +31,7 @@ def limited_to_budget(run, strategy, budget):
 
 
 def warm_up_adam(run):
-    """Take a step of Adam on one number: a budget shall not count what the first one imports."""
+    """Take a step of Adam on one number: so that no budget counts what the first one imports."""
     number = torch.nn.Parameter(torch.zeros(1, device=run.device))
     number.grad = torch.zeros_like(number)
     torch.optim.AdamW([number]).step()

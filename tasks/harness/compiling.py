@@ -27,10 +27,10 @@ def compile_layers(model, device):
 
 
 def compile_norms_and_mlps(model, device):
-    """Have each norm and MLP compiled, as `compile_layers` has layers: for cached tokens.
+    """Have layers' norms and MLPs (not heads' norms) compiled: for cached tokens.
 
-    These are most of the small kernels of a token's step, and do not know of the cache. All layers'
-    are compiled once.
+    These are most of the small kernels of a token's step, and do not touch the cache. One
+    compilation serves all layers.
     """
     set_up_compiler(device)
     base_of(model).norm.compile()

@@ -143,8 +143,8 @@ def unusable_gpu():
     if hidden or torch.cuda.is_available() or not any(glob(pattern) for pattern in GPU_FILES):
         return None
     return (
-        f"a GPU is here, but PyTorch {torch.__version__} cannot use it (made for CUDA "
-        f"{torch.version.cuda}): it wants another driver, or another build"
+        f"a GPU is here, but PyTorch {torch.__version__} cannot use it (built for CUDA "
+        f"{torch.version.cuda}): install another driver, or another build"
     )
 
 

@@ -28,12 +28,12 @@ SAVES = {
     "long-sequence": "the techniques of memory/long_sequence.py, else Task 4's own forward",
     "saved-outputs": "of each layer keep attention's outputs alone, and build the rest again in "
     "the backward; --no-saved-outputs: recompute whole layers",
-    "selective-checkpoint": "instead, recompute layers but for attention, whose outputs are kept, "
-    "too (torch's create_selective_checkpoint_contexts)",
+    "selective-checkpoint": "instead, keep layers' inputs and attention's outputs, and recompute "
+    "the rest (torch's create_selective_checkpoint_contexts)",
     "tiled-loss": "the loss a few tokens at a time",
     "tiled-mlp": "the MLP a few tokens at a time",
     "head-groups": "attention a few heads at a time",
-    "offload": "keep what is kept of layers in host memory; nothing without a GPU",
+    "offload": "keep layers' saved tensors in host memory; no effect without a GPU",
 }
 # {name: (backward, tiled_loss, tiled_mlp, head_groups, offload)} of what is checked by itself.
 ALONE = {
@@ -90,14 +90,12 @@ def read_text(run, args):
     config, seq_len, most = run.source.config, args.seq_len, 2**20
     virtual = args.num_virtual_tokens if args.peft == "prompt" else 0
     if args.memory_budget and run.device.type != "cuda" and sys.platform != "linux":
-        raise UserError("--memory-budget: only on CUDA and Linux can memory be limited")
+        raise UserError("--memory-budget: needs CUDA or Linux")
     if args.num_virtual_tokens > most:
         raise UserError(f"--num-virtual-tokens {args.num_virtual_tokens}: at most {most}")
     # With two tokens, some gradients are 0.
     if virtual + seq_len < run.world_size or seq_len < 3:
-        raise UserError(
-            f"--seq-len {seq_len}: too short, each rank needs a token, and the loss three"
-        )
+        raise UserError(f"--seq-len {seq_len}: too short: 3 or more, and a position for each rank")
     if args.pack:
         documents = load_documents(run, args.text, args.num_sequences, virtual + seq_len, virtual)
         rows = pack(documents, virtual + seq_len, virtual).to(run.device)
@@ -121,7 +119,7 @@ def read_text(run, args):
 
 def add_memory_flags(parser):
     """Add to a parser the flags that save or limit memory, which `techniques_of` reads."""
-    title = "memory (results change by rounding alone; all but the first are parts of it)"
+    title = "memory (results change by rounding alone; the rest are parts of the first)"
     add = parser.add_argument_group(title).add_argument
     for name, what in SAVES.items():
         default = name not in ("offload", "selective-checkpoint")
@@ -130,7 +128,7 @@ def add_memory_flags(parser):
     add(
         "--tile-mib",
         type=positive,
-        help="MiB that a tile's logits, or MLP, may take; default 8, or 1024 on a GPU",
+        help="MiB that a tile's logits, or MLP, may take; default 8, on a GPU up to 1024",
     )
     parser.add_argument(
         "--memory-budget",
@@ -203,7 +201,7 @@ def within_budget(run, budget, shape, function):
         if not is_for_memory(error):
             raise
         raise UserError(
-            "out of memory: {} x {} positions on {} rank(s) do not fit; a shorter "
+            "out of memory: {} x {} positions on {} rank(s) do not fit; take a shorter "
             "--seq-len, more ranks, or more --memory-budget".format(*shape, run.world_size)
         ) from None
 
@@ -275,7 +273,7 @@ def save_result(run, model, checkpoints):
             write_result(run, model, final)
         except Exception as error:  # PEFT's and safetensors' own, too
             message = f"--output-dir {final.parent}: the {final.name} was not saved ({error}); "
-            raise UserError(message + "--resume with the same --steps would") from None
+            raise UserError(message + "--resume with the same --steps saves it") from None
 
 
 def write_result(run, model, final):

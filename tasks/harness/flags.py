@@ -61,7 +61,7 @@ def rate(text):
     """argparse type: a learning rate."""
     value = float(text)
     if not 0 < value < 1e6:
-        raise argparse.ArgumentTypeError(f"must be above 0, and no more than a million, not {text}")
+        raise argparse.ArgumentTypeError(f"must be above 0, and below a million, not {text}")
     return value
 
 
@@ -69,7 +69,7 @@ def gib(text):
     """argparse type: a number of GiB, which becomes bytes."""
     value = float(text)
     if not 0 < value < 2**20:
-        raise argparse.ArgumentTypeError(f"must be above 0, in GiB, not {text}")
+        raise argparse.ArgumentTypeError(f"must be above 0 and below 2**20, in GiB, not {text}")
     return max(1, int(value * 2**30))
 
 
@@ -115,13 +115,13 @@ def make_parser(doc, model="tiny", model_types=ONLY_LLAMA):
     add(
         "--gloo",
         action="store_true",
-        help="on a CPU, talk by gloo, also where all ranks could by "
-        "shared memory, being on one machine; default no",
+        help="on a CPU, use gloo, also if all ranks are on one machine "
+        "and could share memory; default no",
     )
     add(
         "--deterministic",
         action="store_true",
-        help="on a GPU, too, the same bits each time, as a CPU gives anyway; slower; default no",
+        help="give the same bits each time on a GPU, as a CPU does anyway; slower; default no",
     )
     add(
         "--precise",
@@ -147,8 +147,8 @@ def add_compile_flag(parser):
     parser.add_argument(
         "--compile",
         action="store_true",
-        help="each layer by torch.compile, of the parallel model alone in checks, of both where "
-        "time and memory are measured; default no",
+        help="compile each layer by torch.compile: the parallel model's in checks, both models' "
+        "where time and memory are measured; default no",
     )
     return parser
 

@@ -22,8 +22,8 @@ def encode_prompts(run, prompts, new_tokens):
     source, tokenizer, rows = run.source, run.tokenizer, []
     if left_out := other_settings(source.generation):
         run.print0(
-            f"note: text is the likeliest tokens: {', '.join(left_out)} of {source.name}'s "
-            "generation settings left out"
+            f"note: text is greedy: {', '.join(left_out)} of {source.name}'s generation settings "
+            "are left out"
         )
     limit = source.config.max_position_embeddings
     for number, prompt in enumerate(prompts):
@@ -132,7 +132,7 @@ def check_text(run, tokens, expected, references, mask, how="", show=True):
         run.show_texts("text", text(expected), text(tokens))
     if show and goes_on(tokens[:, mask.shape[1] :], run.source):
         run.print0(
-            "note: a text goes on after the model's end token, for as many tokens are compared"
+            "note: text runs past the model's end token: a fixed number of tokens is compared"
         )
     if run.dtype == torch.float64 or not apart:
         run.check(name, [(tokens, expected)], tolerance=0.0)

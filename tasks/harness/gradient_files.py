@@ -58,7 +58,7 @@ def read_gradients(folder):
     if sorted(files) != list(range(len(files))) or len(files) < 2:
         raise UserError(
             f"--compare-gradients {folder}: {len(files)} files {GRADIENTS_FILE.format(rank='N')},"
-            " but of ranks 0 to N, 2 or more, one each is needed"
+            "; needed: one of each rank from 0 on, at least two"
         )
     return dict(sorted(files.items()))
 

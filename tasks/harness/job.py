@@ -140,8 +140,8 @@ def choose_backend(args, device, share_memory, sharing):
     if share_memory:
         return NAME, None
     return "gloo", (
-        "no memory that all ranks could share (on several machines, on other than "
-        "Linux on x86-64, with /proc closed): they talk by gloo"
+        "no memory that all ranks could share (several machines, not Linux on x86-64, "
+        "or /proc closed): they talk by gloo"
     )
 
 
@@ -152,8 +152,8 @@ class Run(Comparison):
     """One run of a script: where it runs, what it checked, and what it measured.
 
     Attributes: `rank`, `world_size`, `device`, `dtype`, `seed`, `results` (goes to the JSON file),
-    `mark` ("T" or "S", before "Parallel" in printed lines). All ranks call every method together,
-    except for `load_model` once the source is known.
+    `mark` (T, S, P or D, before "Parallel" in printed lines). All ranks call methods that
+    communicate together; of `load_model` that is the first call.
     """
 
     def __init__(self, args, device, watch):

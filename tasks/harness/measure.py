@@ -142,7 +142,7 @@ def limited_memory(device, budget):
     if budget is None:
         yield
     elif device.type != "cuda" and sys.platform != "linux":
-        raise UserError("--memory-budget: only on CUDA and Linux can memory be limited")
+        raise UserError("--memory-budget: needs CUDA or Linux")
     elif device.type == "cuda":
         torch.cuda.empty_cache()
         total = torch.cuda.get_device_properties(device).total_memory
@@ -331,7 +331,7 @@ def measure_bytes(run, forward, layers, formula, exact=True):
     """Check that a layer sends, in a forward and its backward, as many bytes as a formula says.
 
     forward(): runs the forward of all layers, and returns what the backward starts from. formula:
-    bytes that a rank sends, on average: one number, of either direction, or (forward, backward).
+    bytes that a rank sends, on average: one number, of each direction, or (forward, backward).
     exact: whether the formula holds for this backend; else the numbers are printed, not checked.
     """
     result, pair = [], isinstance(formula, tuple)

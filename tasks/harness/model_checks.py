@@ -1,4 +1,4 @@
-"""What every script that parallelizes a whole Llama shows: the same checks, text, time and memory.
+"""What Tasks 2 to 4, the ring and tp_ulysses.py show: the same checks, text, time and memory.
 
 The reference is always the unmodified model, run by rank 0 alone on the same weights and inputs.
 """

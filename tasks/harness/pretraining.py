@@ -42,7 +42,7 @@ def make_mesh(run, dp=None, tp=None, batch_size=None):
     P, shared = run.world_size, run.device.type == "cuda" and dist.get_backend() == "gloo"
     if shared and (tp or 1) > 1:  # pytorch issue 152645
         raise UserError(
-            f"--share-gpus: gloo does not gather DTensors on a GPU: not --tp {tp}, but 1"
+            f"--share-gpus: gloo does not gather DTensors on a GPU: --tp {tp} must be 1"
         )
     dp, tp = sides_of(P, "dp", "tp", dp, 1 if shared else tp)
     if batch_size and batch_size % dp:
@@ -68,10 +68,10 @@ class ReferenceTraining:
         self.steps = min(args.steps, STEPS_OF_LARGE if large else STEPS)
         self.references = run.references(run.load_reference())
         if args.warm_up >= args.steps:
-            run.print0(f"note: --warm-up {args.warm_up} is all of --steps {args.steps}, and more")
+            run.print0(f"note: --warm-up {args.warm_up} covers all of --steps {args.steps}")
         if run.dtype == torch.bfloat16:  # it loses small changes
             self.steps = 0
-            run.print0("note: in bfloat16 the first step's loss and gradients are compared alone")
+            run.print0("note: in bfloat16 only the first step's loss and gradients are compared")
         elif large:
             run.print0(f"note: a large model: {self.steps} steps are compared")
 
@@ -149,8 +149,8 @@ class ReferenceTraining:
     def check_steps(self, run, model, training, losses, checkpoints):
         """Compare loss, norm and learning rate of the first steps, and the parameters after them.
 
-        Parameters are compared in float64 alone: where a gradient is nearly 0, Adam's step is as
-        long as elsewhere, and goes where rounding points. training: see `saving`. losses: those
+        Parameters are compared only in float64: where a gradient is nearly 0, rounding alone says
+        where Adam's full step goes. training: see `saving`. losses: those
         that a checkpoint holds, if the run resumes. They are compared, too, and the reference takes
         the next steps from that checkpoint's full state.
         """
@@ -332,7 +332,7 @@ def export(run, model, tokenizer, checkpoints, batches, loss):
     """Write a model that plain transformers loads, whole or not at all; check it by loading it.
 
     checkpoints: its `result` is the folder. batches: (ids, labels) each, of all ranks. loss: the
-    ranks' own mean loss of them. Rank 0 continues the first row by the model that was written.
+    ranks' own mean loss of them. Rank 0 continues the first row with the written model.
     """
     transformers.utils.logging.disable_progress_bar()
     full_state, folder = {}, checkpoints.result

@@ -113,7 +113,7 @@ def wait_for_all(processes):
 
 
 def report(processes, code, failed):
-    """Print how a process ended, unless it did so itself. Return its exit code, 1 for a signal."""
+    """Print how a process ended, unless code 2 says it did. Return its code, 1 for a signal."""
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
     if code != 2:
         print(

@@ -79,7 +79,7 @@ def check_packed(run, ids, parallel, references, reduce):
     """
     B, S = ids.shape
     if S < 8:
-        run.print0("note: hardly a token would have a label: packed documents are not compared")
+        run.print0("note: a --seq-len below 8: packed documents are not compared")
         return
     positions, rows = torch.arange(S, device=ids.device).expand(B, -1), torch.arange(B)[:, None]
     # Even rows: documents of one token, of few, and longer ones, in each row at other places. Odd

@@ -44,8 +44,8 @@ class Reference:
         self.compares_changes = compares_changes(run)
         if not self.compares_changes:
             run.print0(
-                "note: what three steps change is compared of models up to "
-                f"{LARGE / 1e6:.0f} M parameters, in float32 and float64"
+                "note: what three steps change is compared only up to "
+                f"{LARGE / 1e6:.0f} M parameters, and not in bfloat16"
             )
         for model in self.models[:1]:
             for key, parameter in model.named_parameters():
@@ -193,6 +193,6 @@ def keep_changes(parameters, train):
 
 
 def refuse_not_finite(losses, lr):
-    """Raise UserError for losses that are infinite or NaN. All ranks have the same losses."""
+    """Raise UserError for losses or norms that are not finite. All ranks have the same ones."""
     if not losses.isfinite().all():
-        raise UserError(f"--lr {lr}: losses that are no numbers any more: take a smaller one")
+        raise UserError(f"--lr {lr}: a loss or a norm is not finite: take a smaller one")

@@ -98,10 +98,7 @@ class Watch:
             if now - self.moved > late_s and silent_s > 5:
                 if self.rank:
                     end_sibling(0)  # torchrun would wait half a minute for one that is stopped
-                end(
-                    f"rank 0 does not come, and its store at {os.environ['MASTER_ADDR']} does not "
-                    "answer"
-                )
+                end(f"rank 0 is late, and its store at {os.environ['MASTER_ADDR']} does not answer")
 
     def report(self):
         """Tell the store what this rank has begun, and hear of the others, until all is over."""

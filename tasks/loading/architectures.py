@@ -60,7 +60,7 @@ def count_parameters(config):
     V, H = config.vocab_size, config.hidden_size
     L, F = config.num_hidden_layers, mlp_units(config)
     embeddings = V * H * (1 if config.tie_word_embeddings else 2)
-    if config.model_type == GPT2.model_type:  # everything but the head has a bias
+    if config.model_type == GPT2.model_type:  # layers and norms have biases
         attention, mlp, norm = 4 * H * H + 4 * H, 2 * H * F + F + H, 2 * H
         return (
             embeddings

@@ -23,7 +23,7 @@ from loading.text_files import TextFile, index
 from utils.errors import UserError
 
 OWN = 240  # stories of the project's own, unless their number is given
-HELD = 1000  # documents that are held out, at most
+HELD = 1000  # documents held out: so many, or a batch
 AT_ONCE = 1000  # documents that are tokenized together
 PLAIN = {"verbose": False, "add_special_tokens": False}  # what a tokenizer is called with
 BIGRAM = 20_000  # documents that a bigram model is made of, at most
@@ -122,13 +122,13 @@ def load_rows(run, where, count, length, batch_size, tokenizer=None, train=None)
     rest = run.once("rows", lambda: indices_to_train_on(documents, held, tokenizer, length)).cpu()
     if len(rest) < batch_size:
         raise UserError(
-            f"--seq-len {length}: all but {len(rest)} documents are, cut off there, as "
-            "one that is held out"
+            f"--seq-len {length}: all but {len(rest)} documents, cut off there, equal one that is "
+            "held out"
         )
     if len(rest) < count - held:
         run.print0(
-            f"note: {count - held - len(rest)} documents are, cut off, as one that is held "
-            "out: they are left out"
+            f"note: {count - held - len(rest)} documents, cut off, equal one that is held out: "
+            "they are left out"
         )
     parts = [Tokenized(documents, indices, tokenizer) for indices in (rest, torch.arange(held))]
     return tokenizer, *(Rows(part, length, tokenizer) for part in parts)

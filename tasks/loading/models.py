@@ -129,7 +129,7 @@ class Source:
         if self.family is not GPT2:
             self.check_llama()
         elif self.config.add_cross_attention:
-            raise UserError(f"{name}: config.json: add_cross_attention: there is nothing to cross")
+            raise UserError(f"{name}: config.json: add_cross_attention is not supported")
         if self.directory:
             tied = self.config.tie_word_embeddings
             self.files = rename(index_files(self.directory), self.shapes, tied, self.family)
@@ -146,8 +146,8 @@ class Source:
         partial = getattr(self.config, "partial_rotary_factor", rope.get("partial_rotary_factor"))
         if partial not in (None, 1):
             raise UserError(
-                f"{self.name}: config.json: partial_rotary_factor {partial}: all dims "
-                "of a Llama's heads are rotated"
+                f"{self.name}: config.json: partial_rotary_factor {partial} is not supported, "
+                "only 1"
             )
 
     def from_scratch(self, tokenizer):

@@ -65,7 +65,7 @@ def read_some(run, where, needed):
         raise UserError(f"--text {name}: no text in it")
     enough = max(ENOUGH, 100 * needed)
     if len(text) > enough:
-        run.print0(f"note: only the first {enough} characters of {name} are read")
+        run.print0(f"note: only the first {enough} characters of {name} are used")
     return name, text[:enough]
 
 

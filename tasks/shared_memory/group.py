@@ -213,7 +213,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def alltoall_base(self, output, tensor, received, given, opts=None):
         """Give each rank its rows, in as many steps as the largest share needs.
 
-        In the first step each rank tells how much it gives to each: so all know how many steps.
+        In the first step each tells how much it gives to each, which sets the number of steps.
         """
         self.count_sent("c10d::alltoall_base_", [tensor], given)
         P, inputs, outputs = self.P, as_bytes(tensor), as_bytes(output)
@@ -277,7 +277,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         return self.memory.begin(("from", src), steps())
 
     def recv_anysource(self, tensors, tag=0):
-        raise NotImplementedError("to receive from any rank: name one, or use gloo")
+        raise NotImplementedError("recv from any rank: name one, or use gloo")
 
 
 @cache
@@ -299,7 +299,7 @@ def by_gloo(name):
 
     def method(self, *args, **kwargs):
         if METERS:
-            raise NotImplementedError(f"{name}: it is not known what this sends")
+            raise NotImplementedError(f"{name}: its bytes sent are not known")
         return getattr(self.gloo, name)(*args, **kwargs)
 
     return method

@@ -203,8 +203,8 @@ class SharedMemory:
             late = [number[rank] for rank in late if number[rank] in hanging] or hanging
             if not late:
                 raise RuntimeError(
-                    "all ranks wait, each for something else (a collective is over "
-                    "when its call returns here, also with async_op)"
+                    "all ranks wait, each for something else (here a collective is finished "
+                    "when its call returns, also with async_op)"
                 )
             said = f"rank {in_words(late)} did not come, in {self.timeout_s:g} s, to what rank"
             raise Missing(f"{said} {in_words(waiting)} waited for", late, waiting)
@@ -333,7 +333,7 @@ def common(store, rank, nbytes):
     """
     if (place := neighbourhood()) is None:
         raise RuntimeError(
-            "no memory to share here (other than Linux on x86-64, or /proc is closed): use gloo"
+            "no memory to share here (not Linux on x86-64, or /proc is closed): use gloo"
         )
     if rank == 0:
         file = os.memfd_create("parallel-llama")

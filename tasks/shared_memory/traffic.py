@@ -1,4 +1,4 @@
-"""Count the bytes that a rank sends, in PyTorch's dispatcher, which every collective passes."""
+"""Count the bytes that a rank sends, in PyTorch's dispatcher and in shared memory's groups."""
 
 from pathlib import Path
 
@@ -59,7 +59,7 @@ class Meter(TorchDispatchMode):
             at, splits = SPLIT[name]
             self.see(group_of(args), name, [args[at]], args[splits])
         elif name.startswith(("c10d::", "_c10d_functional::")) and name not in NOTHING:
-            raise NotImplementedError(f"{name}: it is not known what this sends")
+            raise NotImplementedError(f"{name}: its bytes sent are not known")
         return function(*args, **(kwargs or {}))
 
     def see(self, group, name, tensors, pieces=None):

@@ -114,7 +114,7 @@ def start_copying(model: LlamaForCausalLM) -> None:
 
 
 def train(model: LlamaForCausalLM, windows: Windows, steps: int, dtype: torch.dtype) -> None:
-    """Train with AdamW: warm-up, then a cosine down to zero."""
+    """Train with AdamW: a cosine to zero, times a warm-up."""
     # Decay would draw the embeddings of all names together: nothing but chance tells them apart.
     linear = [m.weight for m in model.model.layers.modules() if isinstance(m, torch.nn.Linear)]
     others = [weight for weight in model.parameters() if not any(weight is w for w in linear)]
@@ -177,7 +177,7 @@ def main() -> None:
         "--dtype",
         choices=("bfloat16", "float32"),
         default="bfloat16",
-        help="what training multiplies matrices in; the saved weights are float32 always",
+        help="dtype of matrix products in training; saved weights are always float32",
     )
     args = parser.parse_args()
     if args.steps < 1 or args.threads < 1:

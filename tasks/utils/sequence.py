@@ -44,7 +44,9 @@ def convert_attention(model, mixin, group, name, attend):
     model.replaced_loss = model.loss_function
     config = model.config
     if (of_rope := rope_of(config).get("rope_type")) in BY_LENGTH:
-        raise UserError(f"RoPE {of_rope} depends on the length: a rank sees its own positions only")
+        raise UserError(
+            f"RoPE {of_rope} depends on the sequence's length, of which a rank has a part"
+        )
     model.original_settings = config, model.generation_config
     config, model.generation_config = map(copy.deepcopy, model.original_settings)
     ALL_ATTENTION_FUNCTIONS[name] = attend
