@@ -15,9 +15,8 @@ first use of `harness.start` loads `harness/job.py`, where `start` is.
 
 Shapes, in the whole repository: B batch, S sequence, H hidden, N query heads, K key/value heads,
 D head dim, F MLP units, V vocabulary, P ranks. Local sizes are written S/P, N/P and so on, also
-where the shares are uneven. A tensor has dims, a mesh has axes. "Sequence parallel" is meant as in
-Ulysses: all but attention is on a rank's own tokens (torchtitan: context parallel, cp). Megatron's
-sequence parallelism, beside TP, is in `mesh/megatron_sp.py`.
+where the shares are uneven. A tensor has dims, a mesh has axes. "Sequence parallel" is torchtitan's
+context parallel (Ulysses, ring); Megatron's sequence parallelism is in `mesh/megatron_sp.py`.
 """
 
 from importlib import import_module

@@ -198,7 +198,6 @@ class SequenceParallelLlama:
         over all ranks' tokens, divided by the number of all valid labels. A backward from logits or
         loss gives a rank the gradient of its own tokens' part, so nothing is counted P times.
         Hidden states that are asked for are those of this rank's tokens.
-
         Raises ValueError as `refuse_arguments`, `refuse_across_tokens` and `check_forward` do.
         """
         from guards.agreement import check_forward
