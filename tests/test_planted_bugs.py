@@ -447,7 +447,8 @@ BUGS = {
         "in pairs", "losses",
     ),
     "positions are each rank's own": (
-        "ulysses_finetune", 2, "long_sequence.py", "positions[:, own]", "positions", "losses",
+        "ulysses_finetune", 2, "long_sequence.py", "self.positions = positions[:, own]",
+        "self.positions = positions", "losses",
     ),
     "kept hidden states are written over": (
         "ulysses_finetune --model tiny", 1, "saved_outputs.py", "None if at in kept else x)",
