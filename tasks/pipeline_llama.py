@@ -170,6 +170,7 @@ def run_by_hand(stage, order, batch, loss, down, up):
     def shapes(direction):
         return [(*batch[i][0].shape, stage.config.hidden_size) for k, i in order if k == direction]
 
+    # (The first stage never asks for the former, the last one never for the latter.)
     hidden = receive(rank - 1, down, shapes("F"), like)
     grads = receive(rank + 1, up, shapes("B"), like)
     for direction, i in order:
@@ -218,7 +219,7 @@ class Pipeline:
         self.number, self.rank, self.ranks = number, self.group.rank(), self.group.size()
         self.is_last, self.made = self.rank == self.ranks - 1, {}
         self.up = subgroup(self.group, "up", 0, self.ranks)
-        ends = 0, self.ranks, max(1, self.ranks - 1)
+        ends = 0, self.ranks, max(1, self.ranks - 1)  # by this step: the first and the last rank
         if 0 < self.rank < self.ranks - 1:
             ends = self.rank, self.rank + 1  # NCCL wants every rank to make a group
         self.ends = subgroup(self.group, "ends", *ends)

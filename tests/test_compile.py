@@ -114,4 +114,4 @@ def test_refused(tmp_path):
     assert "needs a C++ compiler; there is no no-such-compiler" in result.err
     file = launch.TASKS / "ulysses_finetune.py"
     result = launch.ranks(file, "--compile", nproc=2, folder=tmp_path)
-    assert result.code == 2 and "with --no-long-sequence, say" in result.err, result.tail()
+    assert result.code == 2 and "add --no-long-sequence" in result.err, result.tail()

@@ -328,6 +328,7 @@ def check_noted(model, group):
     for before, norms in record.noted.items():
         local = [norms.get(name, math.nan) for name in record.shapes]
         found = gather_numbers([float(norm) for norm in local], group)
+        # NaN, no gradient on that rank, is neither the least nor the largest.
         least = found.nan_to_num(math.inf, math.inf).amin(0)
         largest = found.nan_to_num(0.0, math.inf).amax(0)
         # (Sums by other means than `sum_gradients` may round differently on each rank.)

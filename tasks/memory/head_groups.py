@@ -27,8 +27,8 @@ def plan_rounds(config, ranks, head_groups):
         turns.append([])
         for key in range(*keys):
             queries = range(max(first, key * group), min(stop, (key + 1) * group))
-            for some in tiles(len(queries), max(1, group // ranks)):
-                some = queries[some]
+            for tile in tiles(len(queries), max(1, group // ranks)):
+                some = queries[tile]
                 turns[-1].append(((some.start, some.stop), (key, key + 1)))
     return list(zip_longest(*turns, fillvalue=((0, 0), (0, 0))))
 

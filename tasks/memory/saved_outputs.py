@@ -43,6 +43,7 @@ class SavedOutputs(torch.autograd.Function):
             ctx.needed.append(needed)
             if 0 < number == last:  # its input is kept: its backward comes first, and has room
                 ctx.kept[last] = ctx.saved.away([x])
+            # In place but where x is the embeddings, autograd's, or is kept.
             x = finish_all(stack, layer, x, flats, x if 0 < number < last else None)
             ctx.saved.put(flats, lses)
             del flats, lses

@@ -125,7 +125,8 @@ def digest_of(part):
 def gather_tables(norms, device, group):
     """Yield each rank's [(digest of a part, norm)], from its {part: norm}; send 16 bytes a part."""
     digests = torch.tensor([digest_of(part) for part in norms], dtype=torch.int64, device=device)
-    values = torch.stack([*norms.values(), digests.new_zeros((), dtype=torch.float64)])[:-1]
+    one_more = digests.new_zeros((), dtype=torch.float64)  # for there may be no norm
+    values = torch.stack([*norms.values(), one_more])[:-1]
     table = torch.stack([digests, values.view(torch.int64)], dim=1)
     tables = [table]
     if dist.is_initialized():
