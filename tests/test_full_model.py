@@ -449,7 +449,7 @@ BUGS = {
         "a stage's folder",
     ),
     "heads drop alike": (
-        "wrong_use", 2, "refusals.py", "if model.training and rate:", "if False:",
+        "wrong_use", 2, "refusals.py", "if rate:", "if False:",
         "not refused: drop the same",
     ),
 }  # fmt: skip
