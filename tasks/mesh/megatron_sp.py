@@ -10,8 +10,7 @@ all-reduce is a reduce-scatter and an all-gather; norms come in between. Below: 
     a norm's gradient       equal along tp              a sum over the tokens of all ranks
 
 Both send the same number of bytes of activations; this sums norms' small gradients, too, and sends
-more where layers are recomputed. Shapes as in
-`utils/__init__.py`; S is a multiple of the ranks.
+more where layers are recomputed. Shapes as in `utils/__init__.py`; S is a multiple of the ranks.
 """
 
 from functools import partial

@@ -91,6 +91,15 @@ def step(model, ids, times=1):
     (times * loss).backward()
 
 
+def whole_loss(ids, labels):
+    """The unsplit model, with its gradients, and its mean loss in DTYPE."""
+    whole = ordinary()
+    logits = whole(input_ids=ids, use_cache=False).logits[:, :-1]
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
+    loss.backward()
+    return whole, loss.detach()
+
+
 def evaluate(model, ids):
     """A forward alone, behind which FSDP2's root unit is whole."""
     with torch.no_grad():
@@ -279,13 +288,14 @@ def of_halves(split, mesh, folder):
     dist.barrier()
     again = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
     assert again.dtype == torch.bfloat16, split
+    state = again.state_dict()
     for key, tensor in whole.state_dict().items():
-        assert again.state_dict()[key].equal(tensor), f"{split}: {key}, bfloat16"
+        assert state[key].equal(tensor), f"{split}: {key}, bfloat16"
     step(whole, IDS)
     for key, parameter in model.named_parameters():
-        local = whole.get_parameter(key).grad[shard_of(parameter)].clone()
         parameter.grad = parameter.detach().clone()
-        local_part(parameter.grad, parameter).copy_(local)
+        grad = whole.get_parameter(key).grad[shard_of(parameter)]
+        local_part(parameter.grad, parameter).copy_(grad)
     exact = {key: p.grad.double() for key, p in whole.named_parameters()}
     norm = torch.stack([grad.norm() for grad in exact.values()]).norm()
     found = clip_grad_norm_(model, norm.item() / 3)
@@ -428,10 +438,7 @@ def accumulated(name, split, step_of, ids, folder):
         return
     labels = ids.clone()
     labels[:5, 3:] = labels[:, ::5] = -100
-    count, whole = (labels[:, 1:] != -100).sum(), ordinary()
-    logits = whole(input_ids=ids, use_cache=False).logits[:, :-1].flatten(0, 1)
-    expected = torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten())
-    expected.backward()
+    count, (whole, expected) = (labels[:, 1:] != -100).sum(), whole_loss(ids, labels)
     model, total = split(ordinary()), 0
     for rows in range(5), range(5, 6), range(6, len(ids)):
         some = dict(input_ids=ids[rows], labels=labels[rows], use_cache=False)
@@ -440,7 +447,7 @@ def accumulated(name, split, step_of, ids, folder):
         total += loss.detach()
     if hasattr(step_of, "mesh"):
         sum_gradients(model.parameters(), step_of.mesh)
-    close(total, expected.detach(), f"{name}: loss of microbatches")
+    close(total, expected, f"{name}: loss of microbatches")
     for key, grad in gradients(model).items():
         exact = whole.get_parameter(key).grad[shard_of(model.get_parameter(key))]
         close(grad, exact, f"{name}: {key}, of microbatches")
@@ -538,11 +545,7 @@ def in_tiles(name, split, step_of, ids, folder):
         return
     labels = ids.clone()
     labels[:, ::5] = -100
-    whole = ordinary()
-    logits = whole(input_ids=ids, use_cache=False).logits[:, :-1].flatten(0, 1)
-    count = (labels[:, 1:] != -100).sum()
-    expected = torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten())
-    expected.backward()
+    count, (whole, expected) = (labels[:, 1:] != -100).sum(), whole_loss(ids, labels)
 
     def loss_of(model, **kwargs):
         return model(input_ids=ids, labels=labels, use_cache=False, **kwargs)
@@ -556,7 +559,7 @@ def in_tiles(name, split, step_of, ids, folder):
         assert len(output.to_tuple()) == 2 - in_tiles, name
         close(output.loss, expected, f"{name}: loss in tiles of {size} bytes")
         output.loss.backward(retain_graph=True)
-        if any(by_token in name for by_token in ("Ulysses", "ring", "DP")):
+        if step_of is not step:
             continue  # their gradients are to be summed: what is theirs is in no tile
         for times in 1, 2:
             for key, parameter in model.named_parameters():
@@ -642,12 +645,12 @@ def functions_of_attention(group, P, rank):
             close(output.detach(), expected.detach()[:, :, tokens], name)
             for one, other in zip(local, full, strict=True):
                 close(one.grad, other.grad[:, :, tokens], f"{name}: gradient")
-    few = torch.randn(2, 1, S, 4, dtype=DTYPE)  # a head: fewer than ranks
-    own = few[:, :, slice(*shard_range(S, P, rank))]
-    output = ring_attention(own, own, own, group, length=S)
-    close(output, causal_attention(few, few, few)[:, :, slice(*shard_range(S, P, rank))], "a head")
+    few, own = torch.randn(2, 1, 4 * P, 4, dtype=DTYPE), slice(4 * rank, 4 * rank + 4)
+    local = few[:, :, own]  # of a head: fewer than ranks
+    output = ring_attention(local, local, local, group)
+    close(output, causal_attention(few, few, few)[:, :, own], "a head")
     if P > 1:
-        refused(partial(ulysses_attention, own, own, own, group, length=S), "query heads: use 1")
+        refused(partial(ulysses_attention, local, local, local, group), "query heads: use 1")
     q = torch.randn(1, 6, 3, 4)
     for how in dict(zigzag=True), dict(mask=torch.ones(1, 1, 1, 3 * P, dtype=torch.bool)):
         refused(partial(ring_attention, q, q, q, group, causal=False, **how), "only in causal")
@@ -960,13 +963,12 @@ def adapters(folder):
             other.data += 0.1 * other.requires_grad
         save_pretrained(model, folder / "adapter")
         dist.barrier()
-        again, state = PeftModel.from_pretrained(ordinary(), folder / "adapter"), {}
-        for key, tensor in again.state_dict().items():
-            assert tensor.equal(whole.state_dict()[key]), f"{split}: {key} of the adapter's folder"
-        state = full_state_dict(model)
+        again = PeftModel.from_pretrained(ordinary(), folder / "adapter")
+        state, expected = full_state_dict(model), whole.state_dict()
         assert bool(state) == (RANK == 0), split
-        for key, tensor in state.items():
-            assert tensor.equal(whole.state_dict()[key]), f"{split}: {key} of the full state"
+        for of, found in ("adapter's folder", again.state_dict()), ("full state", state):
+            for key, tensor in found.items():
+                assert tensor.equal(expected[key]), f"{split}: {key} of the {of}"
     model = make(tensor_parallelize, lora)
     refused(partial(save_pretrained, model, folder / "none"), "these ranks do not have all of it")
     model = get_peft_model(tensor_parallelize(dealt_evenly(), mesh), lora())
@@ -1109,8 +1111,9 @@ def of_dtensors(folder):
     mesh = init_device_mesh("cpu", (P,), mesh_dim_names=("tp",))
     whole = dealt_evenly()
     model = dtensor_parallelize(copy.deepcopy(whole), mesh)
+    state = whole.state_dict()
     for name, tensor in model.state_dict().items():
-        full = whole.state_dict()[name]
+        full = state[name]
         assert isinstance(tensor, DTensor) or tensor.equal(full), f"{name}: a slice, unsaid"
         tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         assert tensor.equal(full), f"{name}: of the state"
