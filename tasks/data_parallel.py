@@ -28,8 +28,8 @@ trains with FSDP2 a model that does not fit on a single rank, nor on two with `-
     python tasks/data_parallel.py --spawn 2 --epochs 3 --gradients-dir gradients
     python tasks/data_parallel.py --compare-gradients gradients
 
-The first command starts processes as the course does, without torchrun. They average gradients
-by hand, with the same checks, and write those of the first batch. The second compares these files
+The first command starts processes as the course does, without torchrun. They average gradients by
+hand, with the same checks, and write the first batch's gradients. The second compares these files
 to the bit.
 """
 

@@ -83,7 +83,7 @@ class Local(ParallelStyle):
 
 
 def all_reduce_to_local(total):
-    """Add up a Partial DTensor on every rank: Megatron's g. All ranks go on to compute the same."""
+    """Add up a Partial DTensor: Megatron's g. What follows is the same on all ranks."""
     return total.redistribute(placements=[Replicate()]).to_local(grad_placements=[Replicate()])
 
 
@@ -241,11 +241,11 @@ def split_loss(
 
 
 def full_logits(logits):
-    """All-gather DTensor logits: all ranks get the full logits, and go on to compute the same."""
+    """All-gather DTensor logits. What follows is the same on all ranks, and so is its gradient."""
     group = logits.device_mesh.get_group()
     if not logits.is_cuda or dist.get_backend(group) != "gloo":
         return logits.full_tensor(grad_placements=[Replicate()])
-    # With gloo, DTensor's all-gather takes CUDA's memory for the CPU's (pytorch issue 152645). So
+    # With gloo, DTensor's all-gather treats CUDA memory as CPU memory (pytorch issue 152645). So
     # each rank's logits, zero outside its slice of the vocabulary, are summed over the ranks.
     own = shard_of(logits)[-1]
     local = F.pad(logits.to_local(), (own.start, logits.shape[-1] - own.stop))

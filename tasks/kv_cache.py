@@ -67,7 +67,7 @@ def each_token(model, ids, mask, new_tokens, choose, cache=None):
     """Yield the new tokens (B, 1) of `generate`, one position after the other."""
     x = model.get_input_embeddings()(ids)
     for _ in range(new_tokens):
-        # Positions count real tokens: a row with padding begins at 0, too. Keep those of x.
+        # Positions count real tokens: a row with padding begins at 0, too. Take those of x.
         positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -x.shape[1] :]
         output = model.model(
             inputs_embeds=x,
@@ -274,7 +274,7 @@ def check_generation(run, name, model, choose, prompts, count, expected, referen
         by = f" by {name}, {how}"
         harness.check_text(run, tokens, expected, references, mask, by, show=how == "cached")
 
-    # Compare what is left in each cache, and the last token's logits that the model makes of it.
+    # Compare each cache's contents, and the last token's logits computed from them.
     # Padding is cached too; its positions are ignored.
     real = F.pad(mask, (0, count - 1), value=1)[:, None, :, None]
     S, D = length - 1, model.model.layers[0].self_attn.head_dim  # the last token is not cached yet
@@ -473,7 +473,7 @@ def refuse_what_depends_on_length(config, tokens):
     """Raise UserError where longrope would take its factors for long texts, or a window slides.
 
     In transformers, too, a cached key keeps the factors by which it was computed. So a text would
-    depend on when its tokens were cached, and there would be nothing to compare. With a sliding
+    depend on when its tokens were cached, and no one text would be the right one. With a sliding
     window, transformers' caches keep the last tokens only, each kind of cache in its own layout.
     """
     if (window := window_of(config)) and tokens > window:

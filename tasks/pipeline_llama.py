@@ -170,7 +170,7 @@ def run_by_hand(stage, order, batch, loss, down, up):
     def shapes(direction):
         return [(*batch[i][0].shape, stage.config.hidden_size) for k, i in order if k == direction]
 
-    # (The first stage never asks for the former, the last one never for the latter.)
+    # (The first stage never reads `hidden`, the last one never `grads`.)
     hidden = receive(rank - 1, down, shapes("F"), like)
     grads = receive(rank + 1, up, shapes("B"), like)
     for direction, i in order:

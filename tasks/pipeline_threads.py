@@ -158,7 +158,7 @@ class Pipe(nn.Module):
     the parameters' .grad, the last microbatch first; `autograd.grad` does not return them. The
     threads know neither the caller's autocast nor its current CUDA stream. A deep copy has threads
     of its own. Raises ValueError for no modules, for a split_size below 1, for a batch or an output
-    that is not one tensor (B, ...), and for outputs with other numbers of rows than the batch.
+    that is not one tensor (B, ...), and for outputs whose number of rows is not the batch's.
     """
 
     def __init__(self, module, split_size=1):
@@ -655,9 +655,9 @@ def make_epochs(run, args):
 def expect_epochs(run, batches, epochs, lr):
     """Train the unmodified model in the same way; return (losses, least error, [the model]).
 
-    losses: of all steps and each epoch's validation, a list: the model's and, unless it is float64,
-    those of a copy in a wider dtype. least error: what the reference is taken to be off by at
-    least. Each parameter's .grad is set to its change by the training, for `compare_gradients`.
+    losses: those of all steps and each epoch's validation, as a list: the model's and, unless it is
+    float64, a wider copy's. least error: the least to assume for the reference's loss. Each
+    parameter's .grad is set to its change by the training, for `compare_gradients`.
     """
     model = run.load_reference()
     models = [model, *([harness.wider_copy(model)] if run.dtype in harness.WIDER else [])]

@@ -11,9 +11,9 @@ parallelism, arXiv 2205.05198). Here is what both plans hold and send (forward; 
     out of a block          g: all-reduce; nothing      reduce-scatter of tokens; all-gather
     a norm's gradient       equal on all ranks          a sum over the ranks' tokens
 
-An all-reduce is a reduce-scatter and an all-gather: both plans send the same bytes. Logits and
-their cross-entropy (`loss_parallel`) stay split over the vocabulary. Along dp, FSDP2 splits each
-tensor once more (as in `data_parallel.py`), or `--replicate` keeps copies of it.
+An all-reduce is a reduce-scatter and an all-gather: but for norms' gradients, both plans send as
+many bytes. Logits and their cross-entropy (`loss_parallel`) stay split over the vocabulary. Along
+dp, FSDP2 splits each tensor once more (as in `data_parallel.py`), or is copied (`--replicate`).
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 4 tasks/pretrain_2d.py --dp 2 --tp 2
 

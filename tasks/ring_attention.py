@@ -9,12 +9,12 @@ keys are on their way (arXiv 2310.01889). Attention is causal, so later keys are
     1       k2, v2 are later    q1 to k0, v0        q2 to k1, v1
     2       k1, v1 are later    k2, v2 are later    q2 to k0, v0
 
-A block gives outputs and, for each query, the log of the sum of its scores' exponentials. With
-these log-sum-exps two blocks merge into what both sets of keys would give at once. In the backward
-keys and values travel again, and behind them travel their gradients, to which each rank adds, until
-they are home. A block's gradients are exact: with lse the log-sum-exp over *all* keys, and o the
-output over all keys, its probabilities are p = exp(s - lse), and its scores' gradient is
-ds = p * (dp - rowsum(do * o)), with dp = do v.T.
+Each entry above, a block, gives outputs and, for each query, the log of the sum of its scores'
+exponentials. With these log-sum-exps two blocks merge into what both sets of keys would give at
+once. In the backward keys and values travel again, and behind them travel their gradients, to which
+each rank adds, until they are home. A block's gradients are exact: with lse the log-sum-exp over
+*all* keys, and o the output over all keys, its probabilities are p = exp(s - lse), and its scores'
+gradient is ds = p * (dp - rowsum(do * o)), with dp = do v.T.
 
 This file has the ring twice. First comes its simplest form, for contiguous shares of one sequence
 without padding. Then comes what `ring_parallelize` gives a full model: equal work for all ranks
@@ -177,7 +177,7 @@ class Ring:
     """
 
     def __init__(self, group, length, zigzag, mask=None):
-        """length: tokens of the sequence, P or more. mask: a `MaskInfo`, by default only causal."""
+        """length: of the sequence, at least P. mask: a `MaskInfo`, by default only causal."""
         self.group, self.P, self.rank = group, group.size(), group.rank()
         self.zigzag, self.mask = zigzag, mask or MaskInfo(length)
         shares = (shard_range(length, self.P, rank) for rank in range(self.P))
@@ -191,7 +191,7 @@ class Ring:
         self.ends = [[[0, 0]] * len(edges)]  # each chunk begins and ends in the one document, 0
         if documents is not None:
             self.ends = documents[:, edges].tolist()
-        # Contiguous chunks go upwards, which the minus makes a count of hops.
+        # (owner[c] - owner[i]) % P counts hops: zigzag goes downwards, contiguous (minus) upwards.
         every = range(len(sizes))
         owner = [min(c, len(sizes) - 1 - c) if zigzag else -c for c in every]
         self.last_hop = [  # for each chunk, the hop that brings it to the last rank that needs it
@@ -382,12 +382,12 @@ class RingAttention(torch.autograd.Function):
 def ring_attention(query, key, value, group, causal=True, length=None, zigzag=False, mask=None):
     """Attend from query (B, N, S/P, D) to all ranks' key and value, (B, K, S/P, D) each.
 
-    causal: if False, each token sees all tokens, and shares are contiguous. length: S, P or more;
-    by default P times this rank's tokens. zigzag: which tokens a rank has, see `Ring`;
-    `Ring(group, length, zigzag).order()` lists all ranks' tokens in turn. mask: None, or padding
-    and documents, made by `MaskInfo.to_tensor`. Raises ValueError for shapes or dtypes that do not
-    fit each other or `length`, and for zigzag or a mask with causal=False. Source: Ring Attention,
-    arXiv 2310.01889, section 3.
+    causal: if False, each token sees all tokens, and shares are contiguous. length: S, at least P;
+    by default P times this rank's tokens. zigzag: which tokens a rank has, see `Ring`; `Ring(group,
+    length, zigzag).order()` lists all ranks' tokens in turn. mask: None, or padding and documents,
+    made by `MaskInfo.to_tensor`. Raises ValueError for shapes or dtypes that do not fit each other
+    or `length`, and for zigzag or a mask with causal=False. Source: Ring Attention, arXiv
+    2310.01889, section 3.
     """
     length = seq_len(query, key, value, group, length)
     if not causal:

@@ -256,7 +256,7 @@ def vocab_parallel_cross_entropy(
 def sum_of_vocab_parallel_losses(model, logits, targets, ignore_index=-100):
     """Sum the cross-entropy over tokens, on all ranks; (B, S, V/P), (B, S) -> a scalar.
 
-    logits: or the hidden states (B, S, H), if `VocabParallelHead` has passed them on.
+    logits: (B, S, V/P), or the hidden states (B, S, H), if `VocabParallelHead` has passed them on.
     """
     head = model.lm_head
     group, rows = head.get_group(), head.rows
@@ -338,7 +338,7 @@ def drop_logits(model, args, output):
     if head.in_tiles and isinstance(output, tuple):  # return_dict=False: the loss comes first
         output = output[0], None, *output[2:]
     elif head.in_tiles and output is not None:  # None: the forward has failed
-        # (A new output: an entry of the old one that is set to None would keep its value.)
+        # (A new output: setting its attribute to None would leave the old entry in place.)
         output = type(output)(**(dict(output) | {"logits": None}))
     head.wants_loss = head.in_tiles = False
     return output

@@ -128,7 +128,7 @@ def shard_loss(model, ids, mesh, techniques=None):
 
                     full                local
     ids             (B, n + S)          (B, (n+S)/P)        -100: a virtual token, or filler
-    positions       (B or 1, n + S)     (B or 1, (n+S)/P)   in its document, virtual first
+    positions       (B or 1, n + S)     (B or 1, (n+S)/P)   in its document, virtual tokens first
     embeddings                          (B, (n+S)/P, H)     never full anywhere
     targets         (B, n + S)          (B, (n+S)/P)        never a virtual token
     logits                              (B, (n+S)/P, V)     or a few tokens', with techniques
@@ -211,10 +211,10 @@ def make_optimizer(model, lr):
 def train(model, optimizer, forward_backward, batches, first, steps, stopped=()):
     """Take the steps from `first` to `steps` - 1; yield each one's loss, and whether to stop there.
 
-    forward_backward(model, ids, norms): the function above, for a mesh and techniques. batches(i):
-    the ids of step i. stopped: the signals to stop that this rank has got so far. All ranks learn
-    of them with the step's loss, and end after the same step. Raises UserError where a loss or a
-    gradient is not finite.
+    forward_backward(model, ids, norms): the function above, with mesh and techniques bound.
+    batches(i): the ids of step i. stopped: the signals to stop that this rank has got so far. All
+    ranks learn of them with the step's loss, and end after the same step. Raises UserError where a
+    loss or a gradient is not finite.
     """
     parameters, group = trained_parameters(model), llama_of(model).get_group()
     for i in range(first, steps):

@@ -190,9 +190,9 @@ def sequence_parallelize(model, mesh):
     `model.model(inputs_embeds=..., position_ids=..., attention_mask=model.attention_mask_info(S))`:
     it returns their hidden states, (B, S/P, H).
 
-    The model may be tensor-parallel along another axis: then the ranks here share the heads that
-    their tensor-parallel rank holds. It may also be on the meta device. Raises UserError for more
-    ranks than query heads and for RoPE that depends on the length of the sequence, ValueError as
+    The model may be tensor-parallel along another axis: then the ranks of `mesh` have the same part
+    of the heads, and divide it. It may also be on the meta device. Raises UserError for more ranks
+    than query heads and for RoPE that depends on the length of the sequence, ValueError as
     `convert_attention` does. Up to K ranks get whole KV groups: with 4 groups, one of 3 ranks gets
     two, and takes twice as long.
     Source: DeepSpeed-Ulysses, arXiv 2309.14509, section 3.

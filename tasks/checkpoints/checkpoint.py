@@ -255,8 +255,8 @@ def finish(part, step, record, digests, keep=2):
     """Complete a folder, whose files are on the disk, and move it to its place.
 
     digests: {name: SHA-256} of the files. Then remove all checkpoints but `keep`: this one and
-    those before it. Those of later steps go, too: they were damaged, or this step would not have
-    been trained again.
+    those before it. Those of later steps go, too: they were damaged, otherwise this step would not
+    have been trained again.
     """
     (part / RECORD).write_text(json.dumps(record))
     manifest = digests | {RECORD: digest(part / RECORD), "step": step}

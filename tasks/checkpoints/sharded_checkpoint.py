@@ -281,9 +281,9 @@ def save_training_state(model, optimizer, folder, step, more=None, group=None, k
 
     All ranks of `group`, by default all there are, call it together. more: anything that JSON can
     hold, such as a scheduler's state_dict(). Raises OSError, on all ranks, where it cannot be
-    written; ValueError for a folder that has a later step, for an optimizer that keeps the states
-    of other ranks' parameters, for one with parameters that are not the model's, and for one whose
-    states have other shapes than its parameters.
+    written; ValueError for a folder that has a later step, for an optimizer that keeps only a share
+    of the states on each rank (ZeRO-1), for one with parameters that are not the model's, and for
+    one whose states have other shapes than its parameters.
     """
     if not isinstance(step, int) or step < 0 or keep < 1:
         raise ValueError(f"step {step!r}, keep {keep!r}: step from 0, keep from 1 on")
@@ -333,8 +333,8 @@ def load_training_state(model, optimizer, folder, group=None):
 
     Without a checkpoint it fills in nothing, and returns None. The parameters may be split over any
     ranks by any technique, or not at all. The optimizer's settings, such as its learning rate,
-    become what they were, too. Raises UserError, on all ranks, where all is damaged, or of another
-    model or optimizer.
+    become what they were, too. Raises UserError, on all ranks, if every checkpoint is damaged, or
+    it is of another model or optimizer.
     """
 
     def find():

@@ -1,6 +1,6 @@
-"""What ranks that share each batch must have alike, compared where a difference would go unseen.
+"""What must be the same on ranks that share each batch, compared where no check would see it.
 
-Ranks compare in a model's forwards, because all of them run these: in the first in training and the
+Ranks compare in a model's forwards, because all ranks run these: in the first in training and the
 first in evaluation, and in the 1st, 2nd, 4th, 8th, ... of all. So messages are few, and no rank
 waits for one that does not come. What optimizers and clipping do between forwards is noted, and
 compared in the next of these forwards. All ranks of a group raise together. Shapes as in
@@ -25,8 +25,8 @@ from utils.gradients import local_part, ranks_in_mesh
 from utils.llama import PROMPTED, Guard
 from utils.shards import is_slice, shard_of
 
-ENDS = 32  # of each weight, so many numbers at its beginning and end are compared
-UNLIKE = 1e-2  # beyond this share, values that should be the same are not so by rounding
+ENDS = 32  # how many numbers at each end of a weight are compared
+UNLIKE = 1e-2  # beyond this share, a difference between values is more than rounding
 
 
 @dataclass
@@ -192,7 +192,7 @@ def first_row(weight):
 def hash_of_start(model):
     """Return a number that stands for the weights before the split; NaN if others were loaded.
 
-    Weights were loaded since if this rank's part of a weight's first row is no longer the one kept.
+    If this rank's part of the first row kept has changed, weights were loaded after the split.
     """
     weight, row = model.model.layers[0].mlp.down_proj.weight, model.row_at_split
     if row is None or weight.is_meta or weight.dim() != 2:
@@ -206,7 +206,7 @@ def hash_of_start(model):
 def weights_alike(parameters, of_tokens):
     """Return those of {name: parameter} of which each rank of a group has the same part.
 
-    That is all where the group splits the tokens (of_tokens), else those that are not split.
+    These are all parameters if the group splits the tokens (of_tokens), else the unsplit ones.
     DTensors are left out: PyTorch made them alike.
     """
     return {
@@ -251,8 +251,8 @@ def with_prompt(model):
 def check_sum(tensors, group):
     """Raise ValueError, on all ranks, where the sum of gradients over a group would be wrong.
 
-    Over ranks that split the weights it is wrong: their gradients are right as they are. So it is
-    over replicas whose weights differ: the 1st, 2nd, 4th, ... call over these ranks looks for them.
+    It is wrong over ranks that split the weights: their gradients are right as they are. It is also
+    wrong over replicas whose weights differ, which the 1st, 2nd, 4th, ... call looks for.
     """
     if both := ranks_that_split(tensors, group):
         raise ValueError(
@@ -299,7 +299,7 @@ def note_clipping(given):
 
 
 def note(parameters, before, clips=1.0):
-    """Remember norms of gradients that the ranks that split the tokens should have alike.
+    """Remember norms of gradients that should be the same on ranks that split the tokens.
 
     before: what is about to be done with them, "clipping" or "step". clips: 0 if clipping would
     change nothing, else 1. (Norms are divided by it, and infinite ones are not compared.)
@@ -364,7 +364,7 @@ def ranks_that_split(parameters, group):
 
 
 def check_sampling(given):
-    """Raise ValueError if ranks that share batches would choose new tokens by unlike chance.
+    """Raise ValueError if ranks that share batches would draw different new tokens.
 
     given: the arguments of Hugging Face's `generate`.
     """

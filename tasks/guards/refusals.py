@@ -60,9 +60,9 @@ def check_parts(name, module, parts, more=frozenset()):
 def check_layers(model):
     """Raise ValueError for layers of which slices would be wrong.
 
-    They are layers that do more with a weight than PyTorch's (Gemma's embedding scales its rows,
-    quantized layers keep other numbers), whose size is not the configuration's, by which slices are
-    taken, or that share a weight (a tied LM head may).
+    Such layers do more with a weight than PyTorch's (Gemma's embedding scales its rows, quantized
+    layers keep other numbers), are not of the size in the configuration (which decides the slices),
+    or share a weight (only a tied LM head may).
     """
     config, sizes = model.config, {}
     sizes |= dict.fromkeys(("embed_tokens", "lm_head"), config.vocab_size)

@@ -155,8 +155,8 @@ def refuse_shares(optimizer, parameters):
 def check_total_norm(given):
     """Raise ValueError for gradients of slices. given: the arguments of `get_total_norm`.
 
-    Each rank would clip by the norm of its own slices, and the ranks would drift apart. DTensors
-    (Task 3) beside plain tensors PyTorch does not take.
+    Each rank would clip by the norm of its own slices, and the ranks would drift apart. PyTorch
+    takes no mixture of DTensors (Task 3) and plain tensors.
     """
     tensors = given["tensors"]
     tensors = [tensors] if torch.is_tensor(tensors) else tensors

@@ -38,7 +38,7 @@ def sdpa(before, module, query, key, value, attention_mask, *args, is_causal=Non
     attend = partial(before, module, query, key, value, attention_mask, *args, **kwargs)
     plain = not kwargs.get("dropout") and kwargs.get("position_bias") is None
     compiling = torch.compiler.is_compiling()
-    # Where flash is off, a caller has chosen another kernel. (A graph cannot ask for it.)
+    # Where flash is off, a caller has chosen another kernel. (While compiling, it cannot be read.)
     chosen = not compiling and not torch.backends.cuda.flash_sdp_enabled()
     right = plain and not chosen and cudnn_is_right(query, key, causal, attention_mask)
     kernels = partial(sdpa_kernel, WITH_CUDNN, set_priority=True) if right else nullcontext

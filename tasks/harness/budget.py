@@ -61,8 +61,8 @@ def numbers_at_peak(run, by_layer):
         2 roots + (W - root) / P                        the root, at the end
 
     If the model is one unit, it is the root: 3 W / P + 2 W. At the end the larger of two terms is
-    added: on a CPU, a copy of those of the root's gradients whose rows are no multiple of P; with a
-    tied head, whose gradient is kept beside the embedding's, 2 head.
+    added: on a CPU, a copy of the root's gradients whose number of rows P does not divide; with a
+    tied head, 2 head, as its gradient is kept beside the embedding's.
     """
     P, model = run.world_size, run.source.empty_model()
     layers = layers_of(model) if by_layer else []

@@ -152,8 +152,8 @@ class Run(Comparison):
     """One run of a script: where it runs, what it checked, and what it measured.
 
     Attributes: `rank`, `world_size`, `device`, `dtype`, `seed`, `results` (goes to the JSON file),
-    `mark` (T, S, P or D, before "Parallel" in printed lines). All ranks call methods that
-    communicate together; of `load_model` that is the first call.
+    `mark` (T, S, P or D, before "Parallel" in printed lines). Methods that communicate are called
+    by all ranks together. `load_model` communicates in its first call only.
     """
 
     def __init__(self, args, device, watch):

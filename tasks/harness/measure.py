@@ -165,9 +165,8 @@ def limited_memory(device, budget):
             libc.mallopt(-3, 128 * 1024)
 
 
-# What allocators say when memory is short: PyTorch's on CUDA and on the CPU, and of a size beyond
-# 64 bits; C++'s, oneDNN's (seen with little memory left), cuBLAS's and NCCL's; the system's, of a
-# file that it cannot map.
+# Messages when memory is short: of PyTorch on CUDA and on the CPU, and for sizes beyond 64 bits; of
+# C++, oneDNN (with little memory left), cuBLAS and NCCL; of the system, when it cannot map a file.
 SHORT_OF_MEMORY = re.compile(
     r"\bout of memory\b|DefaultCPUAllocator: (can't allocate|not enough) memory"
     r"|\bCannot allocate memory\b"
@@ -195,7 +194,7 @@ def peak_memory_of_process(device, function):
     """Return the largest memory of this process while it runs function(), in bytes.
 
     On CUDA it is what tensors held, on a CPU the resident memory of the process, interpreter
-    included. Peaks before the call do not count, but on macOS they do.
+    included. Peaks before the call do not count, except on macOS.
     """
     gc.collect()
     on_gpu = device.type == "cuda"
@@ -331,7 +330,7 @@ def measure_bytes(run, forward, layers, formula, exact=True):
     """Check that a layer sends, in a forward and its backward, as many bytes as a formula says.
 
     forward(): runs the forward of all layers, and returns what the backward starts from. formula:
-    bytes that a rank sends, on average: one number, of each direction, or (forward, backward).
+    bytes that a rank sends, on average: one number for either direction, or (forward, backward).
     exact: whether the formula holds for this backend; else the numbers are printed, not checked.
     """
     result, pair = [], isinstance(formula, tuple)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from harness.environment import fail, when_stopped
 
 ADDRESS, PORT = "localhost", 11868  # by default, as in the neighbour course
-TRIED = 100  # so many ports are tried, from PORT on
+TRIED = 100  # how many ports are tried, from PORT on
 PATIENCE_S = 5  # seconds between asking a process to stop and killing it
 
 
@@ -113,7 +113,7 @@ def wait_for_all(processes):
 
 
 def report(processes, code, failed):
-    """Print how a process ended, unless code 2 says it did. Return its code, 1 for a signal."""
+    """Print how a process ended, unless it said so (code 2). Return its code, 1 for a signal."""
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
     if code != 2:
         print(

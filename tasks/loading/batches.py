@@ -1,4 +1,4 @@
-"""Samples of unequal length, and batches of them of which each rank has its own."""
+"""Samples of unequal length, and each rank's own batches of them."""
 
 import os
 import signal

@@ -23,7 +23,7 @@ from loading.text_files import TextFile, index
 from utils.errors import UserError
 
 OWN = 240  # stories of the project's own, unless their number is given
-HELD = 1000  # documents held out: so many, or a batch
+HELD = 1000  # how many documents are held out, unless a batch is larger
 AT_ONCE = 1000  # documents that are tokenized together
 PLAIN = {"verbose": False, "add_special_tokens": False}  # what a tokenizer is called with
 BIGRAM = 20_000  # documents that a bigram model is made of, at most

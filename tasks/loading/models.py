@@ -211,7 +211,7 @@ class Source:
 
         self.config._attn_implementation = "sdpa"
         options = {"dtype": dtype}
-        if TRANSFORMERS_4:  # else it makes random weights before it reads these
+        if TRANSFORMERS_4:  # without low_cpu_mem_usage, random weights are made first
             options = {"torch_dtype": dtype, "low_cpu_mem_usage": True}
         try:
             with quiet():

@@ -4,8 +4,8 @@ What fills the memory when a Llama is trained on one long sequence is neither we
 scores (which no fused kernel keeps) but what the backward needs of every token. Of `random/small`
 (8 layers, hidden 256, MLP 1024, 32000 tokens, float32, frozen weights) a token takes, in KiB:
 
-    510   plain: three times the logits (375), and each layer's activations (17 a layer)
-    386   with checkpointing: the logits, and one hidden state (1) a layer
+    510   Hugging Face: three times the logits (375), and each layer's activations (17 a layer)
+    386   with checkpointing: the same of the logits, and one hidden state (1) a layer
      15   with loss, MLP and attention in parts, too: hidden states, one layer's temporaries
      14   with what `saved_outputs.py` does: attention's outputs (1 a layer), a part's temporaries
 
@@ -15,7 +15,8 @@ layer but attention treats tokens one by one, and is rebuilt from attention's ou
 memory as if layers were recomputed, and in less time.
 
 Under Ulysses all works as on one rank: tiles are of a rank's own tokens, and the heads of a round
-are spread over the ranks. Messages are those of checkpointing, one group of heads after another.
+are spread over the ranks. As many messages are sent as with checkpointing, for one group of heads
+after another.
 
 `sequence_loss` is what a training script calls. Sources: checkpointing, arXiv 1604.06174; tiled
 loss and MLP, ALST, arXiv 2506.13996, section 3; log-sum-exps, FlashAttention-2, arXiv 2307.08691.
@@ -116,7 +117,7 @@ def supported_techniques(model, techniques):
     """
     check_by_token(model)
     fewer = techniques
-    # in_one: why heads are not grouped, and attention is run again. kernel: why it is run again.
+    # in_one: why attention takes all heads at once, and is recomputed; kernel: why only the latter.
     in_one, kernel = None, None
     if model.training and model.config.attention_dropout:
         in_one = "attention has dropout"
@@ -160,8 +161,8 @@ class Stack:
           -> attention, (B, n, S, D)
           -> all-to-all -> flat again, of each rank's heads (S/P, B, n, D)  `to_tokens`
 
-    Tokens come first in a piece, so that the pieces that arrive are the sequence, in order. With
-    several documents in a row, each document takes a call of attention's kernel.
+    Tokens come first in a piece, so that the pieces that arrive are the sequence, in order. Without
+    a ring, each document of a packed row takes its own call of attention's kernel.
     """
 
     def __init__(self, model, embeddings, batch_size, positions, group, techniques):

@@ -4,11 +4,11 @@ Everything in a layer but attention treats tokens one by one:
 
     x -> norm -> q, k, v -> attention -> o -> + o_proj(o) -> + mlp(norm) -> the next layer's x
 
-so from the outputs o of all layers (and the log-sum-exps of their softmaxes, a number a token and
-head) any layer's x can be built again from the embeddings, tile by tile, with matrix products only.
-Of attention, whose time grows with the square of the length, only the backward is run: it needs q,
-k and v, which are built from x, and o and the log-sum-exps, which are kept. (FlashAttention-2,
-arXiv 2307.08691, section 3.1, has both passes.)
+so from the embeddings and the outputs o of all layers below it, any layer's x can be built again,
+tile by tile, without attention. Of attention, whose time grows with the square of the length, only
+the backward is run: it needs q, k and v, which are built from x, and o and the log-sum-exps of the
+softmaxes (a number a token and head), which are kept. (FlashAttention-2, arXiv 2307.08691, section
+3.1, has both passes.)
 
 `long_sequence.Stack` splits a layer into tiles of tokens and rounds of heads, on one rank or many.
 """
@@ -43,7 +43,7 @@ class SavedOutputs(torch.autograd.Function):
             ctx.needed.append(needed)
             if 0 < number == last:  # its input is kept: its backward comes first, and has room
                 ctx.kept[last] = ctx.saved.away([x])
-            # In place but where x is the embeddings, autograd's, or is kept.
+            # Over x itself, unless x is the embeddings, which are autograd's, or is kept.
             x = finish_all(stack, layer, x, flats, x if 0 < number < last else None)
             ctx.saved.put(flats, lses)
             del flats, lses
@@ -123,9 +123,9 @@ def rebuild(stack, number, kept, saved):
     """Rebuild the hidden states before a layer, from the nearest kept below it or the embeddings.
 
     kept: {layer: hidden states before it}. A layer whose backward is done has freed its outputs:
-    that memory keeps hidden states on the way, for layers still to come. With 8 layers, state 7
-    (before layer 7) is kept from the forward; 6 is built from 0, and 3 kept on the way; 5 from 3,
-    and 4 kept; 4 and 3 are there; 2 from 0, and 1 kept: 10 layers are run again, not 28.
+    that memory then holds hidden states built on the way, for layers still to come. With 8 layers,
+    state 7 (before layer 7) is kept from the forward; 6 is built from 0, and 3 kept on the way; 5
+    from 3, and 4 kept; 4 and 3 are there; 2 from 0, and 1 kept: 10 layers are run, else 28.
     """
     if number in kept:
         return saved.back(kept.pop(number))[0]

@@ -1,7 +1,7 @@
 """The loss, a few tokens at a time: the logits of all tokens are never there at once.
 
-Logits are V numbers a token, and training holds them three times (themselves, their log-softmax,
-its gradient), where a hidden state takes H. Source: ALST, arXiv 2506.13996, section 3.
+Logits are V numbers a token, and Hugging Face's loss holds them three times (themselves, their
+log-softmax, its gradient), where a hidden state takes H. Source: ALST, arXiv 2506.13996, section 3.
 """
 
 import torch
@@ -14,7 +14,7 @@ class TiledLoss(torch.autograd.Function):
 
     A tile's logits become their gradient in place, so that one tensor of `tile` tokens times the
     vocabulary is all there ever is (in half types a copy in float32, too). What is kept for the
-    backward are the gradients of x and, if these are trained, of the weights of norm and head.
+    backward are the gradients of x and of the weights of norm and head, if those are trained.
     """
 
     @staticmethod

@@ -1,7 +1,8 @@
 """Task 2's loss over a split vocabulary, a few tokens at a time: see `VocabParallelHead`.
 
-Logits are V/P numbers a token on each rank, held three times over a step (themselves, their softmax
-in float32, its gradient), where a hidden state takes H. Source: ALST, arXiv 2506.13996, section 3.
+Logits are V/P numbers a token on each rank, held twice in a step (themselves, and their softmax in
+float32, which becomes their gradient; in half types, a copy of that, too), where a hidden state
+takes H. Source: ALST, arXiv 2506.13996, section 3.
 """
 
 import torch

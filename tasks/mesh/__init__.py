@@ -1,1 +1,1 @@
-"""What `tp_ulysses.py` can use on its mesh beside tensor parallelism and Ulysses."""
+"""What `tp_ulysses.py` can use on its mesh besides tensor parallelism and Ulysses."""

@@ -9,8 +9,8 @@ all-reduce is a reduce-scatter and an all-gather; norms come in between. Below: 
     out of a block          g: all-reduce; nothing      reduce-scatter of tokens; all-gather
     a norm's gradient       equal along tp              a sum over the tokens of all ranks
 
-Both send the same number of bytes of activations; this sums norms' small gradients, too, and sends
-more where layers are recomputed. Shapes as in `utils/__init__.py`; S is a multiple of the ranks.
+Both send the same number of bytes of activations. The right one also sums norms' small gradients,
+and sends more where layers are recomputed. Shapes as in `utils/__init__.py`. P divides S.
 """
 
 from functools import partial
@@ -100,7 +100,7 @@ TOKEN_OPS = GatherTokens.apply, ReduceScatterTokens.apply  # for Task 2, in plac
 
 
 def split_between_blocks(model, group):
-    """Split embeddings by tokens, and add up norms' gradients. (`TOKEN_OPS` is around blocks.)"""
+    """Split embeddings by tokens, and add up norms' gradients. (Blocks' f and g: `TOKEN_OPS`.)"""
 
     def take_inputs(llama, args, kwargs):
         ids, given = args[0] if args else kwargs.pop("input_ids", None), kwargs.get("inputs_embeds")

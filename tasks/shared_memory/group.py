@@ -75,8 +75,9 @@ def collective(function):
 class SharedMemoryGroup(dist.ProcessGroup):
     """A process group by shared memory. What is not overridden here goes to gloo: see `by_gloo`.
 
-    A collective is over when its call returns, also with async_op. A send or a receive goes on only
-    while its rank waits in shared memory, not while it waits in gloo, or computes.
+    A collective in shared memory is over when its call returns, also with async_op. A send or a
+    receive goes on only while its rank waits in shared memory, not while it waits in gloo, or
+    computes.
     """
 
     def __init__(self, store, rank, size, timeout):

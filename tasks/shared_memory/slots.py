@@ -9,8 +9,8 @@ to n + 1 when it has read what it wants of step n.
 For messages, each pair of sender and receiver has two more slots, which the receiver reads in
 place, and two counters: of the slots filled, and of those emptied.
 
-The counters tell a rank that waits who has not come. Beside its counter each rank notes its process
-and when it last waited: so a rank that hangs, or has ended, is named without asking anyone.
+From the counters a waiting rank sees who has not come. Beside its counter each rank notes its
+process and when it last waited: so a rank that hangs, or has ended, is named without asking anyone.
 
 On x86 other processors see stores in the order in which they were made, the data before the
 counter. Elsewhere they would need a fence between them, and Python has none: gloo is used there.

@@ -2,7 +2,7 @@
 
 It imports torch and transformers, no script, and of the packages beside it only `guards`:
 
-    guards          raise where a split model would be silently wrong; loaded by splitting one
+    guards          raise where a split model would be silently wrong; loaded when one is split
     harness         starts and ends a job; compares; measures
     loading         models, tokenizers and text
     checkpoints     save a training, to be continued

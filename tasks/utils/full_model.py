@@ -2,8 +2,8 @@
 
 Every parameter knows which region of the full tensor this rank has (`shards.shard_of`), and nothing
 else is needed here: not which technique split the model, nor along how many axes of a mesh. All
-ranks of `group`, by default all there are, call these functions together. A region that several
-ranks have counts once, and is taken from the first of these ranks.
+ranks of `group`, by default all there are, call these functions together. A region on several ranks
+counts once, and is taken from the first of these ranks.
 """
 
 import hashlib
@@ -89,7 +89,7 @@ def grad_norm(model, group=None):
         for part, norm in table:
             expected = first.setdefault(part, norm)
             if not math.isfinite(norm):
-                first[part] = norm  # on any rank: it makes the result so
+                first[part] = norm  # on any rank, so that the result is not finite either
             # (Ranks that compute the same by different kernels may round differently. Where a sum
             # was left out, norms differ by more. A norm that is not finite is left to the caller.)
             if abs(norm - expected) > 1e-2 * max(norm, expected):
@@ -235,11 +235,12 @@ INDEX = "model.safetensors.index.json"
 def save_pretrained(model, folder, max_shard_size="5GB", group=None):
     """Write, on rank 0, the folder that transformers' `save_pretrained` writes of the full model.
 
-    It has weights (safetensors; beyond `max_shard_size`, bytes or a text such as "5GB", several
-    files and an index), configuration and generation settings. A tensor is gathered, written and
-    forgotten before the next, so that no rank needs room for the model. Weights' files get their
-    names at the end, when all are complete; settings are overwritten in place just before. If
-    weights cannot be written, all earlier files are still there, and all ranks raise OSError.
+    It has the weights, the configuration and the generation settings. Weights are in safetensors;
+    if they exceed `max_shard_size`, a number of bytes or a text such as "5GB", in several files
+    with an index. A tensor is gathered, written and forgotten before the next, so that no rank
+    needs room for the model. Weights' files get their names at the end, when all are complete;
+    settings are overwritten in place just before. If weights cannot be written, all earlier files
+    are still there, and all ranks raise OSError.
 
     Of a PEFT model only the adapter is written, by PEFT: virtual tokens, or, if the model's weights
     are whole on each rank, any adapter. Raises ValueError for other adapters, and as `describe`

@@ -1,5 +1,5 @@
 """Attention by the device's own kernels, with the log-sum-exps that `scaled_dot_product_attention`
-keeps to itself. So a backward needs no second forward, and attention to blocks of keys can merge.
+keeps to itself. So a backward needs no second forward, and results for blocks of keys can merge.
 
 Shapes as in `utils/__init__.py`. Source: FlashAttention-2, arXiv 2307.08691, section 3.1.
 """

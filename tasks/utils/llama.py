@@ -16,7 +16,7 @@ PROMPTED = weakref.WeakKeyDictionary()  # {model: a reference to the PEFT model 
 
 
 def getter(group):
-    """Return a function that returns `group`: deep copies of a module that has it keep the group.
+    """Return a function that returns `group`, for a module that may be copied.
 
     copy.deepcopy cannot copy a process group, but takes a function as it is.
     """

@@ -62,7 +62,7 @@ class DeferredLinear:
         return LinearWithoutDW.apply(x, *vars(self).pop("given"))
 
     def parameters_taken(self):
-        """Return weight and bias; of a `ReplicatedKVLinear` behind its f."""
+        """Return weight and bias; a `ReplicatedKVLinear`'s are what its f returns."""
         replicated = isinstance(self, ReplicatedKVLinear)
         return self.parameters_after_f() if replicated else (self.weight, self.bias)
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from utils.collectives import group_of_axis
 from utils.gradients import check_mesh, local_part, sum_in_place
 
-SAMPLES = 4  # of so many gradients a sample is kept, to recognize them
+SAMPLES = 4  # how many gradients a sample is kept of, to recognize them
 
 
 def sum_gradients(tensors, mesh, bucket_bytes=2**25):
@@ -42,7 +42,7 @@ def sum_gradients(tensors, mesh, bucket_bytes=2**25):
         raise ValueError("these gradients are sums over these ranks already")
     sum_in_place([tensor.grad for tensor in tensors], group, bucket_bytes)
     for number, (tensor, others) in enumerate(zip(tensors, earlier, strict=True)):
-        # FSDP2 runs no hooks, which would see additions: so any change ends a DTensor's mark.
+        # FSDP2 does not run the hooks that see additions, so any change ends a DTensor's mark.
         sampled = number < SAMPLES and tensor.requires_grad and not isinstance(tensor, DTensor)
         sample = sample_of(tensor.grad) if sampled else None
         tensor.grad.summed = tensor.grad._version, sample, {ranks, *others}

@@ -31,7 +31,7 @@ from utils.settings import settings_of
 def convert_attention(model, mixin, group, name, attend):
     """Mix `mixin` into a LlamaForCausalLM; its layers then call `attend` on the ranks of `group`.
 
-    name: under which transformers' ALL_ATTENTION_FUNCTIONS gets `attend`. `model.original_settings`
+    name: the key of `attend` in transformers' ALL_ATTENTION_FUNCTIONS. `model.original_settings`
     keeps the configurations, which other models may share. Weights may be `keep_shard`'s slices.
     Raises ValueError as `check_ordinary` and `refuse_own_loss` do, in forwards as
     `refuse_across_tokens` does, and UserError for RoPE that depends on the sequence's length.
@@ -99,7 +99,7 @@ def seq_len(query, key, value, group, length=None):
 
 
 def as_attention_takes(*tensors):
-    """Return query, key and value in autocast's dtype, if it is on: RoPE makes two float32."""
+    """Return query, key and value in autocast's dtype, if it is on: RoPE leaves q, k in float32."""
     device_type = tensors[0].device.type
     if torch.is_autocast_enabled(device_type) and tensors[0].dtype != torch.float64:
         return [tensor.to(torch.get_autocast_dtype(device_type)) for tensor in tensors]
@@ -127,7 +127,8 @@ class MaskInfo:
     Without either, a token sees all.
 
     Layers get it as a 4-D tensor. Hugging Face passes this on unchanged, also if a checkpoint runs
-    a layer again. (Not all versions pass other arguments; attributes may be a later forward's.)
+    a layer again. (Not all versions pass extra arguments on. An attribute may be a later forward's
+    by the time a layer is run again.)
     """
 
     length: int

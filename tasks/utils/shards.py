@@ -66,7 +66,7 @@ def shard_of(parameter):
     if isinstance(parameter, DTensor):
         region = [slice(0, size) for size in parameter.shape]
         mesh, placements = parameter.device_mesh, enumerate(parameter.placements)
-        # FSDP2 splits what a plan has split already, so its placements, no `Shard`, come last here.
+        # FSDP2 splits what a plan has split: its placements, of another type, come last here.
         # (PyTorch's own `__create_chunk_list__` is wrong for such regions where they are uneven.)
         for axis, placement in sorted(placements, key=lambda pair: type(pair[1]) is not Shard):
             if (dim := getattr(placement, "dim", None)) is not None:
@@ -152,9 +152,9 @@ def refuse_on_slices(model):
     """Refuse a model that is split already; let an unsplit model refuse what slices cannot do.
 
     Refused are saving, PyTorch's own clipping (`full_model.py` has functions for both), resizing,
-    GradScaler, wrong optimizers, and PEFT's adapters: present adapters now, later ones at the next
-    forward. Slices that `fully_shard` has split again are refused there, too. Raises ValueError as
-    `check_unsplit`, `check_slices` and `check_layers` do.
+    GradScaler, wrong optimizers, and PEFT's adapters: those already there now, later ones at the
+    next forward. Slices that `fully_shard` has split again are refused there, too. Raises
+    ValueError as `check_unsplit`, `check_slices` and `check_layers` do.
     """
     from guards.refusals import check_layers, check_slices, refuse_own_loss
     from guards.training import guard_training
