@@ -235,12 +235,12 @@ INDEX = "model.safetensors.index.json"
 def save_pretrained(model, folder, max_shard_size="5GB", group=None):
     """Write, on rank 0, the folder that transformers' `save_pretrained` writes of the full model.
 
-    It has the weights, the configuration and the generation settings. Weights are in safetensors;
-    if they exceed `max_shard_size`, a number of bytes or a text such as "5GB", in several files
-    with an index. A tensor is gathered, written and forgotten before the next, so that no rank
-    needs room for the model. Weights' files get their names at the end, when all are complete;
-    settings are overwritten in place just before. If weights cannot be written, all earlier files
-    are still there, and all ranks raise OSError.
+    It has weights, configuration and generation settings. Weights are in safetensors, in several
+    files with an index if they exceed `max_shard_size` (bytes, or a text such as "5GB"). A tensor
+    is gathered, written and forgotten before the next, so that no rank needs room for the model.
+    Weights' files get their names at the end, when all are complete; settings are overwritten in
+    place just before. If weights cannot be written, all earlier files are still there, and all
+    ranks raise OSError.
 
     Of a PEFT model only the adapter is written, by PEFT: virtual tokens, or, if the model's weights
     are whole on each rank, any adapter. Raises ValueError for other adapters, and as `describe`

@@ -127,8 +127,7 @@ class MaskInfo:
     Without either, a token sees all.
 
     Layers get it as a 4-D tensor. Hugging Face passes this on unchanged, also if a checkpoint runs
-    a layer again. (Not all versions pass extra arguments on. An attribute may be a later forward's
-    by the time a layer is run again.)
+    a layer again. (An attribute may be a later forward's by then; some versions pass nothing else.)
     """
 
     length: int
