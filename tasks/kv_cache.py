@@ -55,7 +55,7 @@ def generate(model, ids, mask, new_tokens, choose, cache=None):
 
     mask (B, S): 0 for padding, on the left. choose(model, logits (B, 1, V or V/P)) returns the next
     tokens (B, 1) and their embeddings (B, 1, H). cache: an empty DynamicCache or StaticCache;
-    without a cache, each new token takes a forward of the whole sequence.
+    without a cache, each new token takes a forward of the full sequence.
     """
     for token in each_token(model, ids, mask, new_tokens, choose, cache):
         ids = torch.cat([ids, token], dim=1)

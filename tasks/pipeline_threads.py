@@ -429,9 +429,9 @@ def choose_devices(run, number):
     return [torch.device("cuda", i) for i in range(min(number, torch.cuda.device_count()))]
 
 
-def one_after_the_other(whole, rows, loss):
+def one_after_the_other(sequential, rows, loss):
     """Run forward and backward of the microbatches without threads, in the order of `Pipe`."""
-    outputs = [whole(x) for x in rows]
+    outputs = [sequential(x) for x in rows]
     logits = torch.cat([y.detach() for y in outputs]).requires_grad_()
     value = loss(logits)
     value.backward()
@@ -491,7 +491,7 @@ def show(run, args):
     reference, model = (harness.Reference(run, (ids, torch.ones_like(ids), ids)), run.load_model())
     split = ModelParallel(model, stops, devices)
     split._prepare_pipeline_parallel(args.split_size)
-    whole, rows = split.sequential, ids.split(args.split_size)
+    sequential, rows = split.sequential, ids.split(args.split_size)
 
     def loss(logits):
         labels = ids.to(logits.device)
@@ -509,7 +509,7 @@ def show(run, args):
         return value if run.rank == 0 else 0.0, logits.to(run.device)
 
     reference.check_step(run, "threads", model, partial(step, by_threads), embedding_of(model))
-    by_one, results = partial(one_after_the_other, whole, rows, loss), []
+    by_one, results = partial(one_after_the_other, sequential, rows, loss), []
     with sdpa_kernel(SDPBackend.MATH):  # on GPUs other kernels' backwards add in any order
         for by in by_threads, by_one:
             model.zero_grad()

@@ -123,9 +123,9 @@ def check_forward(model, given):
         return
     record.modes.add(model.training)
     # (Masks of S x S are left out: they may be most of the memory.)
-    whole = {k: x for k, x in tensors.items() if x.dim() <= 2 and not x.is_floating_point()}
+    integers = {k: x for k, x in tensors.items() if x.dim() <= 2 and not x.is_floating_point()}
     shapes = [(key, list(x.shape)) for key, x in tensors.items()]
-    batch = hash_of([str(shapes), *whole.values()])
+    batch = hash_of([str(shapes), *integers.values()])
     # FSDP1 shows its parts as if they were weights: with it, batches alone are compared.
     fsdp1 = any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
     parameters = {} if fsdp1 else with_prompt(model)

@@ -39,7 +39,7 @@ def warm_up_adam(run):
 
 @torch.no_grad()
 def error_of_loss(run, batch):
-    """Return the error of the reference's mean loss of the whole batch, see `error_of_mean`."""
+    """Return the error of the reference's mean loss of the full batch, see `error_of_mean`."""
     ids, mask, labels = batch
 
     def losses(model):
@@ -69,12 +69,12 @@ def numbers_at_peak(run, by_layer):
     inside = {id(p) for layer in layers for p in layer.parameters()}
     parameters = dict.fromkeys(model.parameters())
     of_root = [p for p in parameters if id(p) not in inside]
-    whole, root = (sum(p.numel() for p in some) for some in (parameters, of_root))
+    W, root = (sum(p.numel() for p in some) for some in (parameters, of_root))
     head = model.lm_head.weight.numel()
     tied = run.source.config.tie_word_embeddings
     once_more = [p.numel() for p in of_root if p.shape[0] % P and run.device.type == "cpu"]
-    moments = [2 * root + (whole - root) / P + max(sum(once_more), 2 * head * tied)]
+    moments = [2 * root + (W - root) / P + max(sum(once_more), 2 * head * tied)]
     if layers:
         layer = sum(p.numel() for p in layers[0].parameters())
         moments.append(4 * layer + root + head + max(0, len(layers) - 2) * layer / P)
-    return 3 * whole / P + max(moments)
+    return 3 * W / P + max(moments)

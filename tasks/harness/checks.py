@@ -254,7 +254,7 @@ class Comparison:
     def to_each(self, tensor, shards):
         """Send each rank its region of rank 0's tensor. Return this rank's; None if it has none.
 
-        shards: each rank's region, or None. No other rank holds the whole tensor: it may be the
+        shards: each rank's region, or None. No other rank holds the full tensor: it may be the
         largest that there is.
         """
         dtype = self.broadcast(tensor.dtype if self.rank == 0 else None)

@@ -44,8 +44,8 @@ def estimate(run, batch_size, seq_len):
     )
     if P > 1:
         each = []
-        for strategy, whole in COPIED.items():
-            shares = [1 if all_of_it else 1 / P for all_of_it in whole]
+        for strategy, copied in COPIED.items():
+            shares = [1 if full else 1 / P for full in copied]
             numbers = shares[0] + shares[1] + 2 * shares[2]
             each.append(f"{strategy} {(numbers * count + activations / P) * gb:.2f}")
         run.print0(f"on each of {P} ranks, GB: {', '.join(each)}")
@@ -185,8 +185,8 @@ def bytes_kept(model, step):
     def pack(tensor):
         storage = tensor.untyped_storage()
         # Asked each time: with FSDP2 a parameter is full while its layer runs, else a DTensor.
-        whole = (p for p in model.parameters() if not isinstance(p, DTensor))
-        if storage.data_ptr() not in {p.untyped_storage().data_ptr() for p in whole}:
+        full = (p for p in model.parameters() if not isinstance(p, DTensor))
+        if storage.data_ptr() not in {p.untyped_storage().data_ptr() for p in full}:
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 

@@ -1,4 +1,4 @@
-"""The command line: the flags of every script, and those of the scripts that run a whole Llama."""
+"""The command line: the flags of every script, and those of the scripts that run a full Llama."""
 
 import argparse
 import re

@@ -319,7 +319,7 @@ class Run(Comparison):
         return self.together(self.source.tokenizer)
 
     def load_model(self, parallelize=None):
-        """Load the model on this rank, whole or what parallelize(model) leaves of it.
+        """Load the model on this rank, full or what parallelize(model) leaves of it.
 
         See `Source.load_model`. With --compile, a model that was parallelized is compiled.
         """

@@ -218,7 +218,7 @@ def shard_edges(run, parallel, ids):
 
 @torch.no_grad()
 def check_inputs(run, parallel, references, batch, edges):
-    """Check that padding is not attended to, and that embeddings are the whole model's rows."""
+    """Check that padding is not attended to, and that embeddings are the full model's rows."""
     ids, mask, _ = batch
     # Other tokens as padding must not change the logits of the tokens after it.
     other = torch.where(mask == 0, (ids + 1) % run.source.config.vocab_size, ids)

@@ -1,4 +1,4 @@
-"""Compare a training step of a whole batch, and three of them, with a single-rank run's."""
+"""Compare a training step of a full batch, and three of them, with a single-rank run's."""
 
 import copy
 from collections import Counter
@@ -113,7 +113,7 @@ class Reference:
                 parameter.grad = None
 
     def compare_gradients(self, run, name, module):
-        """Compare the gradients of a module with those of the whole batch on the single rank."""
+        """Compare the gradients of a module with those of the full batch on the single rank."""
         title = f"{name}: gradients"
         compare_gradients(run, title, module, self.models, self.only)
 

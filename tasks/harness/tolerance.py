@@ -7,20 +7,20 @@ about as far off; which of the two is nearer is chance. Chance averages out in a
 
 1. Several measures of the error are compared. Each may be a few times the reference's: see LIMITS.
 
-    rms      over a whole tensor, or this rank's slice of it
+    rms      over a full tensor, or this rank's slice of it
     row      rms over the last dim: of a token, an output unit, a word of the vocabulary
     column   rms over all other dims: of an input unit, one hidden dim over all tokens
     max      the largest value
     scale    |s - 1|, where s is the factor by which the exact values come nearest to the run's
     row scale, column scale     the same, of each row and of each column
 
-Rows and columns are there for what the whole hides: a head or a token whose values are small, and
+Rows and columns are there for what the rms hides: a head or a token whose values are small, and
 wrong. The scale is there for bfloat16: single values are off by 5 %, and such errors average out in
 the scale, but what is left out, or counted twice, does not.
 
 2. The reference's error counts as no less than each of these, since by chance it may be small:
 
-    * the usual error, relative to the values' norm. For a whole tensor: that of the worst tensor
+    * the usual error, relative to the values' norm. For a full tensor: that of the worst tensor
       in the check (the same weight in all layers, on all ranks). For rows and columns: the 99th
       percentile.
     * one rounding
@@ -28,7 +28,7 @@ the scale, but what is left out, or counted twice, does not.
     * for a scale: what independent errors of n values give, 1 / sqrt(n) of their rms, and no less
       than a 24th of it, for errors are not quite independent
     * an eighth of the error that random roundings, up or down alike, cause in the longest sum (not
-      for a whole tensor's scale, in which roundings average out)
+      for a full tensor's scale, in which roundings average out)
 
 The last is there because some kernels add more carefully than others. A CPU's library adds the
 products of up to three rows one after the other, and of four rows in blocks: a sum of 32,000 random
@@ -139,9 +139,9 @@ def measure(actual, reference, exact, least_error=0.0):
     total, largest = total.cpu(), largest.cpu()
     count = rows.shape[1]
     columns = columns / count
-    whole = rows.mean(1, keepdim=True)
-    norms, own_largest = {"rms": whole[:3].sqrt(), "max": largest[:, None]}, largest[1].item()
-    meet = (rows[1].max() * columns[1].max() / whole[1, 0]).sqrt()
+    overall = rows.mean(1, keepdim=True)
+    norms, own_largest = {"rms": overall[:3].sqrt(), "max": largest[:, None]}, largest[1].item()
+    meet = (rows[1].max() * columns[1].max() / overall[1, 0]).sqrt()
     largest[1] = torch.maximum(largest[1], meet.nan_to_num(0.0))
     together, fewer = {}, {}
     for name, means, dim, length in (("row", rows, 0, width), ("column", columns, 1, count)):
@@ -163,7 +163,7 @@ def measure(actual, reference, exact, least_error=0.0):
             if name not in together:  # errors of few roundings do not average out
                 norms[f"{name} scale"] = scales(means, length)
     if count * width >= FEW:
-        norms["scale"] = scales(whole, count * width, part=False)
+        norms["scale"] = scales(overall, count * width, part=False)
     for name, norm in (*norms.items(), *fewer.items()):
         if "scale" not in name:
             norm[1].clamp_(min=least_error)
@@ -208,13 +208,13 @@ def mean_of_neighbours(means, number):
 def share_of_scales(means):
     """Return the mean share of the reference's squared error that a part's own scale explains.
 
-    means: (5, n), of n parts of a tensor. The whole tensor's scale is taken out before: all parts
+    means: (5, n), of n parts of a tensor. The full tensor's scale is taken out before: all parts
     share that one.
     """
     _, error, values, _, product = means
-    whole = product.sum() / values.sum()
-    error = error - 2 * whole * product + whole.square() * values
-    explained = (product - whole * values).square() / (error * values)
+    scale = product.sum() / values.sum()
+    error = error - 2 * scale * product + scale.square() * values
+    explained = (product - scale * values).square() / (error * values)
     return explained.nan_to_num(0.0, 0.0, 0.0).mean().item()
 
 

@@ -1,4 +1,4 @@
-"""Where weights come from: a directory, the hub, or a seed; whole, or only a rank's shards.
+"""Where weights come from: a directory, the hub, or a seed; full, or only a rank's shards.
 
 A full model out of a directory is what transformers itself loads. A rank's share is built on the
 meta device (shapes, no memory), sharded there, and only then filled: each parameter reads its own

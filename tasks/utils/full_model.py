@@ -243,7 +243,7 @@ def save_pretrained(model, folder, max_shard_size="5GB", group=None):
     ranks raise OSError.
 
     Of a PEFT model only the adapter is written, by PEFT: virtual tokens, or, if the model's weights
-    are whole on each rank, any adapter. Raises ValueError for other adapters, and as `describe`
+    are full on each rank, any adapter. Raises ValueError for other adapters, and as `describe`
     does.
     """
     model = getattr(model, "_orig_mod", model)  # of torch.compile(model)
