@@ -11,8 +11,8 @@ Decoding takes one token at a time: an all-reduce of (B, 1, H) is a few KiB and 
 what counts is how many collectives there are, and how many steps each takes, not the bytes. With
 the hand-made model the loop below needs 2 L + 1 collectives a token: two in every layer (each takes
 one step on CPUs: `SMALL` in shared_memory/group.py), and one that chooses the next token. There
-every rank sends its best logit, with that token's id and embedding, (B, 2 + H). So logits are
-never gathered, and the next forward starts without a collective. `DecodingStep` is one step of it,
+every rank sends its best logit, with that token's id and embedding, (B, 2 + H). So logits are never
+gathered, and the next forward starts without a collective. `DecodingStep` is one step of this loop,
 for a static cache, so that a GPU can record a token's step as a CUDA graph (not run on a GPU yet).
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 2 tasks/kv_cache.py
@@ -280,7 +280,7 @@ def check_generation(run, name, model, choose, prompts, count, expected, referen
     S, D = length - 1, model.model.layers[0].self_attn.head_dim  # the last token is not cached yet
     full, expected = {}, None
     for how, cache in caches.items():
-        if expected is None or not results[how].equal(expected):  # after a tie
+        if expected is None or not results[how].equal(expected):  # texts may part at a tie
             expected = results[how]
             full = run.reference_values(
                 lambda m, ids=expected: all_at_once(m, ids, mask), references

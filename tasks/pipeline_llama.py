@@ -158,9 +158,9 @@ def run_by_hand(stage, order, batch, loss, down, up):
 
     batch: the (ids, mask, labels) of each microbatch, on all ranks. loss(logits, labels): the loss
     of a microbatch. down, up: process groups of all ranks, down for hidden states, up for their
-    gradients. (With a single group NCCL, which runs a group's sends and receives between two ranks
-    in call order, would wait for ever if both ranks sent first.) Returns the microbatches' losses
-    and all logits in the last stage, else [] and None.
+    gradients. (NCCL runs a group's sends and receives between two ranks in call order: if both sent
+    first, with a single group, they would wait for ever.) Returns the microbatches' losses and all
+    logits in the last stage, else [] and None.
     """
     rank = down.rank()
     like = next(stage.parameters())
@@ -219,7 +219,7 @@ class Pipeline:
         self.number, self.rank, self.ranks = number, self.group.rank(), self.group.size()
         self.is_last, self.made = self.rank == self.ranks - 1, {}
         self.up = subgroup(self.group, "up", 0, self.ranks)
-        ends = 0, self.ranks, max(1, self.ranks - 1)  # by this step: the first and the last rank
+        ends = 0, self.ranks, max(1, self.ranks - 1)  # [0:P:P-1]: the first and the last rank
         if 0 < self.rank < self.ranks - 1:
             ends = self.rank, self.rank + 1  # NCCL wants every rank to make a group
         self.ends = subgroup(self.group, "ends", *ends)
@@ -240,8 +240,8 @@ class Pipeline:
         mean of the microbatches' means. Its gradients are added to the parameters' .grad. Returns
         the loss and the logits (B, S, V) on the last rank, else 0 and None. Only schedules by
         hand take unequal sizes. Raises, on all ranks, IndexError for ids and labels outside the
-        vocabulary, and ValueError for shapes and sizes that do not fit, for a frozen first stage
-        (see `refuse_frozen_stage`), and under torch.no_grad().
+        vocabulary, and ValueError for shapes and sizes that do not fit, in zero-bubble for a frozen
+        first stage (see `refuse_frozen_stage`), and under torch.no_grad().
         """
         if not torch.is_grad_enabled():
             raise ValueError("a step runs a backward: not under torch.no_grad()")

@@ -295,7 +295,8 @@ class BackwardByWorkers(torch.autograd.Function):
     """Lets the workers run all parts' backwards, on CPUs, before autograd reaches the parts' nodes.
 
     This is the identity after the last partition. Its backward waits for the workers, which cannot
-    deadlock: a worker runs backwards on the CPU in its own thread, and needs no other thread.
+    deadlock: a worker runs a part's backward on the CPU in its own thread, and needs no other
+    thread.
     """
 
     @staticmethod

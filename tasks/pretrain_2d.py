@@ -1,9 +1,9 @@
 """From a neighbouring tutorial: pretraining a Llama on a mesh, data parallel x tensor parallel.
 
 The mesh has P = dp x tp ranks. The ranks of a row share a model, split by a DTensor plan; the ranks
-of a column hold the same part of the model, and take different texts. Along tp, hidden states
-between blocks, which Task 3's plan keeps full, are split by tokens (Megatron's sequence
-parallelism, arXiv 2205.05198). Here is what both plans hold and send (forward; backward):
+of a column train the same part of the model, on different texts. Along tp, hidden states between
+blocks, which Task 3's plan keeps full, are split by tokens (Megatron's sequence parallelism, arXiv
+2205.05198). Here is what both plans hold and send (forward; backward):
 
                             Task 3's plan               this plan
     norms, residual stream  (B, S, H), on each rank     (B, S/tp, H)
@@ -11,9 +11,10 @@ parallelism, arXiv 2205.05198). Here is what both plans hold and send (forward; 
     out of a block          g: all-reduce; nothing      reduce-scatter of tokens; all-gather
     a norm's gradient       equal on all ranks          a sum over the ranks' tokens
 
-An all-reduce is a reduce-scatter and an all-gather: but for norms' gradients, both plans send as
-many bytes. Logits and their cross-entropy (`loss_parallel`) stay split over the vocabulary. Along
-dp, FSDP2 splits each tensor once more (as in `data_parallel.py`), or is copied (`--replicate`).
+An all-reduce is a reduce-scatter and an all-gather, so both plans send equally many bytes, except
+for norms' gradients. Logits and their cross-entropy (`loss_parallel`) stay split over the
+vocabulary. Along dp, FSDP2 splits each tensor once more (as in `data_parallel.py`), or each is
+copied (`--replicate`).
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 4 tasks/pretrain_2d.py --dp 2 --tp 2
 

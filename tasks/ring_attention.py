@@ -141,7 +141,7 @@ class ContiguousRing(torch.autograd.Function):
 
 
 def contiguous_ring(query, key, value, group, length, causal=True):
-    """Do as `ring_attention` does, without a mask, for contiguous shares of `length` in all."""
+    """Do as `ring_attention`, without a mask, for contiguous shares of a sequence of `length`."""
     shares = [shard_range(length, group.size(), rank) for rank in range(group.size())]
     sizes = [stop - first for first, stop in shares]
     return ContiguousRing.apply(query, key, value, sizes, group, causal)
@@ -191,7 +191,7 @@ class Ring:
         self.ends = [[[0, 0]] * len(edges)]  # each chunk begins and ends in the one document, 0
         if documents is not None:
             self.ends = documents[:, edges].tolist()
-        # (owner[c] - owner[i]) % P counts hops: zigzag goes downwards, contiguous (minus) upwards.
+        # (owner[c] - owner[i]) % P counts hops: zigzag goes downwards; contiguous upwards, so -c.
         every = range(len(sizes))
         owner = [min(c, len(sizes) - 1 - c) if zigzag else -c for c in every]
         self.last_hop = [  # for each chunk, the hop that brings it to the last rank that needs it

@@ -74,7 +74,7 @@ def tensor_parallelize(model, mesh, vocab_parallel=True, region_ops=None, overla
     norms                   (H,)        (H,)            replicated; gradients equal by themselves
     q_norm, k_norm          (D,)        (D,)            Qwen3's: replicated; gradients summed
 
-    Shares may be uneven; with more ranks than KV heads each KV head is held by several ranks (see
+    Shares may be uneven; with more ranks than KV heads, several ranks may hold one KV head (see
     `shard_heads`). The model is used as before. Without labels, logits are gathered and come out
     full. With `labels`, the loss is computed from split logits, and `output.logits` is this rank's
     (B, S, V/P). If these would take more than `LOSS_TILE_BYTES`, `output.logits` is None, and the

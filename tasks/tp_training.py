@@ -9,7 +9,7 @@ at a time and together. (The tutorial's product and two layers are in tp_naive.p
     embedding, LM head      full            1/P             1/P
     logits, their gradient  full            1/P             1/P
     sent: f, g of a block   yes             no              yes
-    sent: f, g of the loss  no              yes             yes
+    sent: vocabulary's f, g no              yes             yes
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 2 tasks/tp_training.py
 

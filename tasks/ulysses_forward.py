@@ -15,9 +15,9 @@ shares of the tokens into shares of the heads and back:
 A token's label is the next token, which may be on another rank: labels are shifted before they are
 split. A rank may have fewer valid labels than others, or none; so the loss is the sum of all ranks'
 losses, divided by the number of all ranks' labels, and not a mean of the ranks' means. (That is in
-utils/sequence.py: `SequenceParallelLlama.forward`.) The backward is the same the other way round.
-Each rank uses the weights for its own tokens, so the ranks' gradients are partial sums: one
-all-reduce after the backward adds them up (`sum_gradients`), as in data parallelism.
+utils/sequence.py: `SequenceParallelLlama.forward`.) The backward goes through these steps in
+reverse. Each rank uses the weights for its own tokens, so the ranks' gradients are partial sums:
+one all-reduce after the backward adds them up (`sum_gradients`), as in data parallelism.
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 2 tasks/ulysses_forward.py
 

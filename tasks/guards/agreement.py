@@ -1,4 +1,4 @@
-"""What must be the same on ranks that share each batch, compared where no check would see it.
+"""What must be the same on ranks that share each batch, compared where it would not be seen.
 
 Ranks compare in a model's forwards, because all ranks run these: in the first in training and the
 first in evaluation, and in the 1st, 2nd, 4th, 8th, ... of all. So messages are few, and no rank
@@ -96,7 +96,7 @@ def record_of(model):
 
 
 def share_batches(model):
-    """Let a model's forwards call `check_forward`. model: with `batch_groups`, not yet split."""
+    """Let a model's forwards call `check_forward`. model: not split over its last group."""
     if not hasattr(model, "row_at_split"):  # not split over another axis before
         model.row_at_split = first_row(model.model.layers[0].mlp.down_proj.weight)
         for part in model, model.model:  # PEFT, or a user, may call only one of them with its hooks

@@ -116,7 +116,7 @@ def optimized_by(optimizer):
 
 
 def check_optimizer(optimizer, *_):
-    """Raise ValueError for an optimizer that would not train slices as the full model's."""
+    """Raise ValueError for an optimizer that would train slices otherwise than full weights."""
     if torch.compiler.is_compiling():
         return
     parameters = optimized_by(optimizer)

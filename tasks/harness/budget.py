@@ -61,7 +61,7 @@ def numbers_at_peak(run, by_layer):
         2 roots + (W - root) / P                        the root, at the end
 
     If the model is one unit, it is the root: 3 W / P + 2 W. At the end the larger of two terms is
-    added: on a CPU, a copy of the root's gradients whose number of rows P does not divide; with a
+    added: on a CPU, a copy of those of the root's gradients whose rows do not divide by P; with a
     tied head, 2 head, as its gradient is kept beside the embedding's.
     """
     P, model = run.world_size, run.source.empty_model()

@@ -62,7 +62,7 @@ only tokens that had a part in the errors count. With one token, 64 rows are mea
 6. Where a group's own scale explains, on average, more than a quarter of its squared error, larger
 groups are made: the rows of one head may have fewer roundings than rule 5 expects. The gradient of
 a query is a sum over the keys, each times one number, which is off by chance. Where all keys are
-alike, as in a text that repeats one word, the error of a head is one rounding, along the head's
+alike, as in a text that repeats one word, the error of a head is one number times the head's
 values. (The usual error of rule 2 still comes from the smaller groups: larger ones would tighten
 other tensors' limits.)
 

@@ -1,7 +1,7 @@
 """Noticing who is missing. A rank that hangs closes no connection, nor does a machine that is lost.
 
-torchrun sees only that a process of its own machine ends. On a GPU the other ranks may then wait in
-C, where Python runs no signal's handler. Two threads on each rank see the rest:
+torchrun sees only that a process of its own machine ends, and signals the others. On a GPU these
+may wait in C, where Python runs no signal's handler. Two threads on each rank see the rest:
 
 * torchrun, or a rank of this machine, is gone: this one ends, too.
 * A rank does not come to a collective (it sleeps, is stopped, or computes). Each process group

@@ -4,8 +4,8 @@ Everything in a layer but attention treats tokens one by one:
 
     x -> norm -> q, k, v -> attention -> o -> + o_proj(o) -> + mlp(norm) -> the next layer's x
 
-so from the embeddings and the outputs o of all layers below it, any layer's x can be built again,
-tile by tile, without attention. Of attention, whose time grows with the square of the length, only
+so any layer's x can be built again, tile by tile, from the embeddings and the outputs o of all
+layers below, without attention. Of attention, whose time grows with the square of the length, only
 the backward is run: it needs q, k and v, which are built from x, and o and the log-sum-exps of the
 softmaxes (a number a token and head), which are kept. (FlashAttention-2, arXiv 2307.08691, section
 3.1, has both passes.)
@@ -125,7 +125,8 @@ def rebuild(stack, number, kept, saved):
     kept: {layer: hidden states before it}. A layer whose backward is done has freed its outputs:
     that memory then holds hidden states built on the way, for layers still to come. With 8 layers,
     state 7 (before layer 7) is kept from the forward; 6 is built from 0, and 3 kept on the way; 5
-    from 3, and 4 kept; 4 and 3 are there; 2 from 0, and 1 kept: 10 layers are run, else 28.
+    from 3, and 4 kept; 4 and 3 are there; 2 from 0, and 1 kept: 10 layers are run; from the
+    embeddings each time, 28.
     """
     if number in kept:
         return saved.back(kept.pop(number))[0]
@@ -227,7 +228,7 @@ class Saved:
         return self.arrived(self.start(host)) if self.stream else host
 
     def start(self, host):
-        """Begin to copy to the device, after all copies to the host; return (its end, tensors)."""
+        """Begin a copy to the device, after all to the host; return (event of its end, tensors)."""
         for event, _ in self.leaving:
             torch.cuda.current_stream().wait_event(event)
         self.leaving.clear()

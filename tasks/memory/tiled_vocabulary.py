@@ -1,8 +1,8 @@
 """Task 2's loss over a split vocabulary, a few tokens at a time: see `VocabParallelHead`.
 
-Logits are V/P numbers a token on each rank, held twice in a step (themselves, and their softmax in
-float32, which becomes their gradient; in half types, a copy of that, too), where a hidden state
-takes H. Source: ALST, arXiv 2506.13996, section 3.
+A hidden state is H numbers a token, logits are V/P on each rank. A step holds them twice:
+themselves, and their softmax in float32, which becomes their gradient (in half types also a copy
+of that). Source: ALST, arXiv 2506.13996, section 3.
 """
 
 import torch
@@ -31,7 +31,7 @@ class TiledVocabParallelLoss(torch.autograd.Function):
         train_x, train_weight = (train and needed for needed in ctx.needs_input_grad[:2])
         dx = torch.empty_like(x) if train_x else None
         dweight = torch.zeros_like(weight, dtype=wide) if train_weight else None
-        # One weight for all tiles: of each new one autocast would keep a half-precision copy.
+        # One weight for all tiles: autocast would keep a half-precision copy of each new one.
         w = weight.detach().requires_grad_() if train_weight else weight.detach()
         for first in range(0, len(x), tile):
             tokens = slice(first, first + tile)

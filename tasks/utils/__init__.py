@@ -1,6 +1,6 @@
 """What techniques are made of: collectives, slices of weights, the seam to Hugging Face.
 
-It imports torch and transformers, no script, and of the packages beside it only `guards`:
+It imports torch and transformers, no script, and only `guards` of these packages beside it:
 
     guards          raise where a split model would be silently wrong; loaded when one is split
     harness         starts and ends a job; compares; measures

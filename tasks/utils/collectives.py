@@ -116,7 +116,7 @@ def subgroup(group, name, start, stop, step=1):
     """Return the process group of `group`'s ranks [start:stop:step], with `group`'s timeout.
 
     All ranks of `group` call it together, each for its own subgroup, because NCCL may split the
-    communicator. name: another one for each way to split `group`; part of the cache's key.
+    communicator. name: a different one for each way to split `group`; part of the cache's key.
     Without it a rank may find its group in the cache while others create theirs. PyTorch numbers
     new groups by each rank's own count, so later groups would have unlike names on the ranks.
     """

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from utils.collectives import group_of_axis
 from utils.gradients import check_mesh, local_part, sum_in_place
 
-SAMPLES = 4  # how many gradients a sample is kept of, to recognize them
+SAMPLES = 4  # of how many gradients a sample is kept, to recognize them after clipping
 
 
 def sum_gradients(tensors, mesh, bucket_bytes=2**25):

@@ -127,7 +127,7 @@ class MaskInfo:
     Without either, a token sees all.
 
     Layers get it as a 4-D tensor. Hugging Face passes this on unchanged, also if a checkpoint runs
-    a layer again. (An attribute may be a later forward's by then; some versions pass nothing else.)
+    a layer again. (An attribute might be a later forward's; some versions pass no other argument.)
     """
 
     length: int

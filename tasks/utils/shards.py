@@ -152,9 +152,9 @@ def refuse_on_slices(model):
     """Refuse a model that is split already; let an unsplit model refuse what slices cannot do.
 
     Refused are saving, PyTorch's own clipping (`full_model.py` has functions for both), resizing,
-    GradScaler, wrong optimizers, and PEFT's adapters: those already there now, later ones at the
-    next forward. Slices that `fully_shard` has split again are refused there, too. Raises
-    ValueError as `check_unsplit`, `check_slices` and `check_layers` do.
+    GradScaler, wrong optimizers, and PEFT's adapters: at once or, if added later, at the next
+    forward. Slices that `fully_shard` has split again are refused there, too. Raises ValueError as
+    `check_unsplit`, `check_slices` and `check_layers` do.
     """
     from guards.refusals import check_layers, check_slices, refuse_own_loss
     from guards.training import guard_training
