@@ -79,7 +79,7 @@ class Partition(Dataset):
 class DataPartitioner:
     """Deals the samples of `data`, shuffled, to partitions. sizes: their shares of all samples.
 
-    It rounds where partitions end, not how large they are: each sample is in exactly one. The
+    The ends of partitions are rounded, not their sizes: so each sample is in exactly one. The
     shuffle has a random generator of its own, so all ranks deal alike, whatever else they draw.
     Raises ValueError for a share below 0, and for shares that do not add up to 1.
     """

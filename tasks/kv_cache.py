@@ -9,9 +9,9 @@ the ranks that hold it. Bytes on each rank, for L layers, S tokens so far, and e
 
 Decoding takes one token at a time: an all-reduce of (B, 1, H) is a few KiB and bound by latency. So
 what counts is how many collectives there are, and how many steps each takes, not the bytes. With
-the hand-made model the loop below needs 2 L + 1 collectives a token: two in every layer (each takes
-one step on CPUs: `SMALL` in shared_memory/group.py), and one that chooses the next token. There
-every rank sends its best logit, with that token's id and embedding, (B, 2 + H). So logits are never
+Task 2's model the loop below needs 2 L + 1 collectives a token: two in every layer (each takes one
+step on CPUs: `SMALL` in shared_memory/group.py), and one that chooses the next token. There every
+rank sends its best logit, with that token's id and embedding, (B, 2 + H). So logits are never
 gathered, and the next forward starts without a collective. `DecodingStep` is one step of this loop,
 for a static cache, so that a GPU can record a token's step as a CUDA graph (not run on a GPU yet).
 

@@ -53,7 +53,7 @@ from utils.shards import (
     with_full_logits,
 )
 
-LOSS_TILE_BYTES = 2**28  # for a loss, logits of more bytes are made in tiles of tokens
+LOSS_TILE_BYTES = 2**28  # for a loss, logits of more bytes (in float32) are made in tiles of tokens
 
 # ---------------------------------------------------------------- the technique
 
@@ -77,14 +77,13 @@ def tensor_parallelize(model, mesh, vocab_parallel=True, region_ops=None, overla
     Shares may be uneven; with more ranks than KV heads, several ranks may hold one KV head (see
     `shard_heads`). The model is used as before. Without labels, logits are gathered and come out
     full. With `labels`, the loss is computed from split logits, and `output.logits` is this rank's
-    (B, S, V/P). If these would take more than `LOSS_TILE_BYTES`, `output.logits` is None, and the
-    loss is computed tile by tile. Attention weights, if asked for, are of this rank's heads. The
-    model may also be on the meta device.
-    region_ops: functions of (x, group), in place of f and g. overlap: all-reduces of the layers' f
-    run while the weights' gradients are computed, see `utils.overlap`.
-    Raises UserError for more ranks than query heads or vocabulary entries, ValueError for a model
-    that is split already, or not built as a Llama, and for overlap with region_ops.
-    Source: Megatron-LM, arXiv 1909.08053, section 3.
+    (B, S, V/P). If these would take more than `LOSS_TILE_BYTES` in float32, `output.logits` is
+    None, and the loss is computed tile by tile. Attention weights, if asked for, are of this rank's
+    heads. The model may also be on the meta device. region_ops: functions of (x, group), in place
+    of f and g. overlap: all-reduces of the layers' f run while the weights' gradients are computed,
+    see `utils.overlap`. Raises UserError for more ranks than query heads or vocabulary entries,
+    ValueError for a model that is split already, or not built as a Llama, and for overlap with
+    region_ops. Source: Megatron-LM, arXiv 1909.08053, section 3.
     """
     group, (enter, leave) = group_of_axis(mesh), region_ops or (copy_to_region, reduce_from_region)
     if overlap and region_ops:
@@ -300,8 +299,8 @@ def vocab_parallel_loss(
 class VocabParallelHead(nn.Linear):
     """Rows [start, stop) of an LM head: its logits are this rank's, (B, S, V/P).
 
-    If a loss is wanted, and logits would take more than `LOSS_TILE_BYTES` on some rank, the head
-    passes hidden states on, and the loss makes the logits of one tile of tokens after another.
+    If a loss is wanted, and logits would take more than `LOSS_TILE_BYTES`, in float32 at least, on
+    some rank, the head passes hidden states on, and the loss makes the logits tile by tile.
     """
 
     wants_loss = in_tiles = False

@@ -135,8 +135,8 @@ def compare(run, title, reference, parallel, x):
     """
     references = run.references(reference)
     run.check_weights(title, parallel, references)
-    # The loss is .sum(), as in the assignment. expected_y: the reference's output and, unless it is
-    # float64, that of a copy in a wider dtype, from which the errors of both outputs are measured.
+    # The loss is .sum(), as in the assignment. expected_y: the reference's output and, unless that
+    # is float64, a wider copy's, from which the errors of y and of the reference are measured.
     y, x_grad = block_step(parallel, x)
     expected_y, expected_x_grad = run.reference_values(
         lambda block: block_step(block, x), references

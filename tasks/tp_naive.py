@@ -299,7 +299,7 @@ def compare(run, title, model, references, actual, expected, lr):
     run.show_texts("fc1_grad", harness.brief(expected_grad), part)
     run.show("input grad", expected_x_grad[0], x_grad)
     run.check(f"{title}: outputs", [(y, *expected_y)])
-    # A single number's error may be small by chance: so the loss may be off by the rms rounding
+    # The reference's loss may be nearly exact by chance: so ours may be off by the rms rounding
     # error of the squared errors, whose mean it is.
     least_error = harness.error_of_mean(*expected_errors)
     run.check(f"{title}: loss", [(loss, *expected_losses)], least_error=least_error)

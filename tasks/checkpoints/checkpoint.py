@@ -56,7 +56,7 @@ class Checkpoints:
     torchrun has started these ranks again, and the folder was theirs before. All ranks call every
     method together. Raises UserError, on all of them, where the folder cannot be written, another
     job writes there, checkpoints are there that nobody asked to go on from, or a result is there
-    that does not come from such checkpoints.
+    without checkpoints, or is the --model itself.
     """
 
     load = staticmethod(lambda folder: load_checkpoint(folder))

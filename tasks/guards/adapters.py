@@ -11,7 +11,7 @@ import weakref
 
 from utils.llama import PROMPTED
 
-# Packages in peft.tuners, for all their layers; classes of PEFT's other layers and LoRA variants.
+# Packages of peft.tuners (all their layers); then classes: PEFT's other layers, LoRA's variants.
 KNOWN_ADAPTERS = {
     "adaption_prompt", "beft", "boft", "bone", "c3a", "deft", "delora", "fourierft", "frod",
     "glora", "gralora", "hira", "hra", "ia3", "ln_tuning", "loha", "lokr", "lora", "miss", "oft",

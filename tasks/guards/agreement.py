@@ -1,4 +1,4 @@
-"""What must be the same on ranks that share each batch, compared where it would not be seen.
+"""What must be the same on ranks that share each batch. Nothing else would notice a difference.
 
 Ranks compare in a model's forwards, because all ranks run these: in the first in training and the
 first in evaluation, and in the 1st, 2nd, 4th, 8th, ... of all. So messages are few, and no rank
@@ -75,7 +75,7 @@ def is_due_again(*key):
 class BatchGuard(Guard):
     """A pre-hook with keyword arguments, of a model and of its part: check(model, arguments).
 
-    If tokens are split, the model's own forward checks: its part gets a rank's own tokens.
+    Where tokens are split, a part does not check: it gets a rank's own tokens, after the model did.
     """
 
     def __call__(self, part, args, kwargs):
@@ -96,7 +96,10 @@ def record_of(model):
 
 
 def share_batches(model):
-    """Let a model's forwards call `check_forward`. model: not split over its last group."""
+    """Let a model's forwards call `check_forward`.
+
+    model: not yet split over the last of its `batch_groups`.
+    """
     if not hasattr(model, "row_at_split"):  # not split over another axis before
         model.row_at_split = first_row(model.model.layers[0].mlp.down_proj.weight)
         for part in model, model.model:  # PEFT, or a user, may call only one of them with its hooks
@@ -192,7 +195,7 @@ def first_row(weight):
 def hash_of_start(model):
     """Return a number that stands for the weights before the split; NaN if others were loaded.
 
-    If this rank's part of the first row kept has changed, weights were loaded after the split.
+    If this rank's part of `row_at_split` has changed, weights were loaded after the split.
     """
     weight, row = model.model.layers[0].mlp.down_proj.weight, model.row_at_split
     if row is None or weight.is_meta or weight.dim() != 2:
@@ -212,7 +215,7 @@ def weights_alike(parameters, of_tokens):
     return {
         name: parameter
         for name, parameter in parameters.items()
-        # (Where weights are split, rank 0 alone adds the bias behind a sum.)
+        # (Where weights are split, rank 0 alone has the biases of row-parallel layers.)
         if of_tokens or not (is_slice(parameter) or name.endswith(".bias"))
         if not isinstance(parameter, DTensor) and not parameter.is_meta
     }

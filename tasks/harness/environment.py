@@ -298,7 +298,7 @@ def agree(store, rank, world_size, args, device):
             of_ranks.append(Sharing(**sharing))
             places.add(place)
             gpus.setdefault(gpu, other)
-        except dist.DistError:  # or rank 0, which may hold the store, has refused and gone
+        except dist.DistError:  # it is late, or rank 0, which may hold the store, has refused
             end_sibling(other)
             fail(
                 f"rank {other} did not start within {patience} s: it hangs, or needs a longer "

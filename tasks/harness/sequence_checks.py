@@ -17,7 +17,7 @@ from utils.losses import mean_loss, token_losses
 from utils.partition import shard_range
 from utils.replicas import sum_gradients
 
-PACKS = int(transformers.__version__.split(".")[0]) >= 5  # it tells documents by positions
+PACKS = int(transformers.__version__.split(".")[0]) >= 5  # it tells documents apart by positions
 
 
 def show_sequence(

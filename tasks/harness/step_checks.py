@@ -94,7 +94,7 @@ class Reference:
         run.show("loss", self.loss[0], loss)
         run.check(f"{name}: loss", [(loss, *self.loss)], least_error=self.least_error)
         pieces, grad = [], None
-        while seen and sum(map(len, pieces)) < number:  # what is left is from shape inference
+        while seen and sum(map(len, pieces)) < number:  # earlier outputs: of shape inference
             y = seen.pop()
             pieces.insert(0, torch.zeros_like(y) if y.grad is None else y.grad / times)
             grad = torch.cat(pieces)

@@ -98,8 +98,8 @@ CHUNK = {"cpu": 2**16, "cuda": 2**22}
 class Errors:
     """Measures of three things, for one tensor: the run's error, the reference's error, the values.
 
-    norms: {"rms": (3, 1), "row": (3, rows), "column": (3, columns), ...}, float64. The scale is a
-    share already: its values count as 1. mean: the run's mean error. reference_error: the
+    norms: {"rms": (3, 1), "row": (3, rows), "column": (3, columns), ...}, float64. A scale has no
+    values to be relative to: 1 stands for them. mean: the run's mean error. reference_error: the
     reference's largest error. together: {"row": how many neighbouring rows are measured as one,
     "column": ...}, if they are. fewer: the norms by the groups of rule 5, where rule 6 has made
     larger groups.

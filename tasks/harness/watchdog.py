@@ -212,9 +212,9 @@ class Watch:
         )
 
     def explain(self, error):
-        """Say who is gone, if a collective failed because of that, and end the job; else return.
+        """If a collective failed as a rank is late or gone, say so and end the job; else return.
 
-        The error itself is printed first, in a line: what is concluded from it might be wrong.
+        For a rank that is gone, the error itself is printed first: what is concluded may be wrong.
         """
         if isinstance(error, Missing) and error.waiting:
             late, waiting = error.late, error.waiting
@@ -228,7 +228,7 @@ class Watch:
         said = f"{type(error).__name__}: {' '.join(str(error).split())}"
         print(f"rank {self.rank}: {said:.500}", file=sys.stderr, flush=True)
         when_stopped(signal.SIG_DFL)
-        with suppress(dist.DistError):  # or the store went with rank 0
+        with suppress(dist.DistError):  # if the store went with rank 0: on to the last line
             self.store.set(f"waited/{self.rank}", "")
             # The others give up now, too; or one has ended and said why, and torchrun, which sees
             # it, ends this one meanwhile.

@@ -174,7 +174,7 @@ class Source:
         """Return a model without memory, whose `save_pretrained` writes the source's own settings.
 
         They are what transformers writes after its `from_pretrained`: also those for generation,
-        and those that a run may not follow, such as `use_cache`.
+        and those that a run ignores, such as `use_cache`.
         """
         config = self.family.config_class.from_dict(self.settings)
         with torch.device("meta"):

@@ -15,8 +15,9 @@ def plan_rounds(config, ranks, head_groups):
     queries, keys: (start, stop). With `head_groups`, all ranks together have at most N/K query
     heads in a round (one KV head's group), or one per rank if that is more. So the memory for a
     token does not depend on the number of groups. (8 query and 2 KV heads on 2 ranks: heads 0 and 1
-    beside 4 and 5, then 2 and 3 beside 6 and 7.) Without it there is one round. In the last rounds
-    a rank may have no heads: it sends its tokens' heads to other ranks, and receives nothing.
+    beside 4 and 5, then 2 and 3 beside 6 and 7.) Without `head_groups` there is one round. In the
+    last rounds a rank may have no heads: it sends its tokens' heads to other ranks, and receives
+    nothing.
     """
     N, K = config.num_attention_heads, config.num_key_value_heads
     heads = [shard_heads(N, K, ranks, rank)[:2] for rank in range(ranks)]

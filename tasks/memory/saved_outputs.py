@@ -41,7 +41,7 @@ class SavedOutputs(torch.autograd.Function):
         for number, layer in enumerate(stack.layers):
             flats, lses, needed = run_attention(stack, layer, x)
             ctx.needed.append(needed)
-            if 0 < number == last:  # its input is kept: its backward comes first, and has room
+            if 0 < number == last:  # its input is kept: its backward comes first
                 ctx.kept[last] = ctx.saved.away([x])
             # Over x itself, unless x is the embeddings, which are autograd's, or is kept.
             x = finish_all(stack, layer, x, flats, x if 0 < number < last else None)
@@ -124,9 +124,9 @@ def rebuild(stack, number, kept, saved):
 
     kept: {layer: hidden states before it}. A layer whose backward is done has freed its outputs:
     that memory then holds hidden states built on the way, for layers still to come. With 8 layers,
-    state 7 (before layer 7) is kept from the forward; 6 is built from 0, and 3 kept on the way; 5
-    from 3, and 4 kept; 4 and 3 are there; 2 from 0, and 1 kept: 10 layers are run; from the
-    embeddings each time, 28.
+    state 7 (before layer 7) is kept from the forward. 6 is built from 0, keeping 3 on the way; 5
+    from 3, keeping 4; then 4 and 3 are there; 2 is built from 0, keeping 1. This runs 10 layers;
+    building each state from the embeddings would run 28.
     """
     if number in kept:
         return saved.back(kept.pop(number))[0]
@@ -228,7 +228,7 @@ class Saved:
         return self.arrived(self.start(host)) if self.stream else host
 
     def start(self, host):
-        """Begin a copy to the device, after all to the host; return (event of its end, tensors)."""
+        """Begin a copy to the device once those to the host are done; return (its end, tensors)."""
         for event, _ in self.leaving:
             torch.cuda.current_stream().wait_event(event)
         self.leaving.clear()

@@ -9,7 +9,7 @@ all-reduce is a reduce-scatter and an all-gather; norms come in between. Below: 
     out of a block          g: all-reduce; nothing      reduce-scatter of tokens; all-gather
     a norm's gradient       equal along tp              a sum over the tokens of all ranks
 
-Both send the same number of bytes of activations. The right one also sums norms' small gradients,
+Both send the same number of bytes of activations. The one here also sums norms' small gradients,
 and sends more where layers are recomputed. Shapes as in `utils/__init__.py`. P divides S.
 """
 
@@ -31,8 +31,8 @@ def all_gather_tokens(x, group):
 def reduce_scatter_tokens(x, group):
     """Reduce-scatter x, (B, S, H): return the ranks' sum for this rank's tokens, (B, S/P, H).
 
-    A rank is sent all parts of its tokens, and adds them up. (gloo's own function sends twice as
-    much.)
+    A rank receives each rank's summand for its own tokens, and adds these up. (gloo's own function
+    sends twice as much.)
     """
     pieces = x.unflatten(1, (group.size(), -1)).movedim(1, 0).contiguous()
     parts = torch.empty_like(pieces)

@@ -1,8 +1,8 @@
 """Cross-entropy of large vocabularies: accurate in float32, and with little memory.
 
 It computes what `F.cross_entropy` does, whose sums over a large vocabulary lose digits on a CPU. Of
-tensors over the vocabulary it keeps only the logits. (At its peak there are the logits, and one
-more tensor of their shape, in float32 at least.) `tp_llama.py` has the same for split logits.
+tensors over the vocabulary it keeps only the logits. (At its peak there is one more of their shape,
+in float32 at least; for half types a gradient, too.) `tp_llama.py` has the same for split logits.
 
 Without any valid label (all are -100, or there is no token) a mean loss is NaN, 0 / 0, and all its
 gradients are 0: so it is in `F.cross_entropy` and in transformers, and so it is in every loss here.

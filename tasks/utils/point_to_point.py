@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 
 def send(tensor, target, group):
-    """Begin to send to a rank of `group`; return (work, tensor); keep the tensor until its end.
+    """Begin to send to a rank of `group`; return (work, tensor); keep the tensor till it is sent.
 
     With gloo a tensor on a GPU is copied to host memory first: gloo sends from there only.
     """

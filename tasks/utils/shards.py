@@ -66,7 +66,7 @@ def shard_of(parameter):
     if isinstance(parameter, DTensor):
         region = [slice(0, size) for size in parameter.shape]
         mesh, placements = parameter.device_mesh, enumerate(parameter.placements)
-        # FSDP2 splits what a plan has split: its placements, of another type, come last here.
+        # What a plan has split, FSDP2 splits again: its placements, strided shards, come last here.
         # (PyTorch's own `__create_chunk_list__` is wrong for such regions where they are uneven.)
         for axis, placement in sorted(placements, key=lambda pair: type(pair[1]) is not Shard):
             if (dim := getattr(placement, "dim", None)) is not None:
