@@ -191,7 +191,7 @@ class Ring:
         self.ends = [[[0, 0]] * len(edges)]  # each chunk begins and ends in the one document, 0
         if documents is not None:
             self.ends = documents[:, edges].tolist()
-        # Hops from c's rank to i's: (owner[c] - owner[i]) % P. Contiguous hops go up: so -rank.
+        # Hops down from c's rank to i's: (owner[c] - owner[i]) % P. Contiguous hops go up: -rank.
         every = range(len(sizes))
         owner = [min(c, len(sizes) - 1 - c) if zigzag else -c for c in every]
         self.last_hop = [  # for each chunk, the hop that brings it to the last rank that needs it

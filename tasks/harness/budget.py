@@ -31,7 +31,7 @@ def limited_to_budget(run, strategy, budget):
 
 
 def warm_up_adam(run):
-    """Take a step of Adam on one number: so that no budget counts what the first one imports."""
+    """Take a step of Adam on one number, so that no budget counts what a first step imports."""
     number = torch.nn.Parameter(torch.zeros(1, device=run.device))
     number.grad = torch.zeros_like(number)
     torch.optim.AdamW([number]).step()
@@ -62,7 +62,7 @@ def numbers_at_peak(run, by_layer):
 
     If the model is one unit, it is the root: 3 W / P + 2 W. At the end the larger of two terms is
     added: on a CPU, a copy of those of the root's gradients whose rows do not divide by P; with a
-    tied head, 2 head, as its gradient is kept beside the embedding's.
+    tied head, twice the head, as its gradient is kept beside the embedding's.
     """
     P, model = run.world_size, run.source.empty_model()
     layers = layers_of(model) if by_layer else []

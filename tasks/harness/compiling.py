@@ -27,7 +27,7 @@ def compile_layers(model, device):
 
 
 def compile_norms_and_mlps(model, device):
-    """Have layers' norms and MLPs (not heads' norms) compiled: for cached tokens.
+    """Have norms (not those of heads) and MLPs compiled, for generation with a KV cache.
 
     These are most of the small kernels of a token's step, and do not touch the cache. One
     compilation serves all layers.
@@ -42,8 +42,8 @@ def compile_norms_and_mlps(model, device):
 def set_up_compiler(device):
     """Raise UserError where a CPU has no C++ compiler; let too many compilations be an error.
 
-    A function is compiled anew for each kind of input. After too many PyTorch would run it
-    uncompiled, and the checks would not be of compiled code. (Older PyTorch warns.)
+    A function is compiled anew for each kind of input. After too many kinds, PyTorch would run
+    it uncompiled, and the checks would not be of compiled code. (Older PyTorch warns.)
     """
     compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
     if device.type == "cpu" and not shutil.which(compiler):

@@ -210,7 +210,7 @@ def bytes_held(model, optimizer):
 def check_memory(run, strategy, model, optimizer, activations):
     """Check that sharded state exists once and replicated state on every rank, to the byte.
 
-    Check also that no rank has more than its share and one parameter: ZeRO-1 deals whole
+    Check also that no rank has more than its share plus one parameter: ZeRO-1 deals whole
     parameters.
     """
     held = bytes_held(model, optimizer)

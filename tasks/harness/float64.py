@@ -15,7 +15,7 @@ def library_class(module):
 
 
 def compute_in_float64(model):
-    """Make the norms and rotary tables of a model that is float64 also compute in float64.
+    """Make a float64 model's norms and rotary tables compute in float64, too.
 
     Otherwise a float64 comparison is blunt: the final norm rounds differences below 1e-8 away. The
     reference and the parallel model are changed alike. Works on any module.

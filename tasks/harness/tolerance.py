@@ -36,8 +36,8 @@ products is off by 4.6e-6 of itself in the first way, by 4.3e-7 in the second. A
 adds in the first way, the reference in the second. If all tokens are the same, all have the same
 error, which no sum over them averages out.
 
-3. Where the values of a row or column are smaller than the reference's error, its scale says
-nothing: the reference's scale counts as off by its rms error there.
+3. Where the values of a row or column are smaller than the reference's error, a scale says nothing:
+there the error of the reference's scale counts as no less than the reference's relative rms error.
 
 4. Of a tensor that should be zero, no rows, columns or scale are judged. (The gradient of the
 queries is one, where each token sees only itself.) Its rms and its largest value are compared with
@@ -66,9 +66,9 @@ alike, as in a text that repeats one word, the error of a head is one number tim
 values. (The usual error of rule 2 still comes from the smaller groups: larger ones would tighten
 other tensors' limits.)
 
-7. A run's scale is not judged where there are few roundings, as they do not average out: the
-gradient of the queries of two tokens is made of one number a head. Nor is that of a matrix of one
-row or column, such as LoRA's of rank 1, which cannot show how many roundings there were. (The
+7. A run's scale is not judged where there are few roundings, as they do not average out: with two
+tokens, the gradient of the queries is made of one number for each head. Nor is that of a matrix of
+one row or column, such as LoRA's of rank 1, which cannot show how many roundings there were. (The
 reference's scale still counts among the usual errors of rule 2.)
 """
 

@@ -212,7 +212,7 @@ class Watch:
         )
 
     def explain(self, error):
-        """If a collective failed as a rank is late or gone, say so and end the job; else return.
+        """If a collective failed because a rank is late or gone, say so and end the job; or return.
 
         For a rank that is gone, the error itself is printed first: what is concluded may be wrong.
         """

@@ -216,7 +216,7 @@ class Rows(Dataset):
 
 
 def load_documents(run, where, count, length, virtual):
-    """Return `count` rows of documents, none in two rows, on every rank: lists of tokens, (S,).
+    """Return `count` rows, on every rank: lists of documents, 1-D tensors; none is in two rows.
 
     length: a row's positions. virtual: how many of them, before each document, are virtual tokens.
     where: as in `load_sequences`. Documents are the paragraphs of a text, or the stories if the

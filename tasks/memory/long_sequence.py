@@ -15,8 +15,8 @@ layer but attention treats tokens one by one, and is rebuilt from attention's ou
 memory as if layers were recomputed, and in less time.
 
 Under Ulysses all works as on one rank: tiles are of a rank's own tokens, and the heads of a round
-are spread over the ranks. With saved outputs, each round takes as many all-to-alls as all heads at
-once do with checkpointing.
+are spread over the ranks. With saved outputs each round takes six all-to-alls; with checkpointing,
+all heads at once take six.
 
 `sequence_loss` is what a training script calls. Sources: checkpointing, arXiv 1604.06174; tiled
 loss and MLP, ALST, arXiv 2506.13996, section 3; log-sum-exps, FlashAttention-2, arXiv 2307.08691.

@@ -43,7 +43,7 @@ class SavedOutputs(torch.autograd.Function):
             ctx.needed.append(needed)
             if 0 < number == last:  # its input is kept: its backward comes first
                 ctx.kept[last] = ctx.saved.away([x])
-            # Over x itself, unless x is the embeddings, which are autograd's, or is kept.
+            # Written over x itself, unless x is kept, or is the embeddings, which are autograd's.
             x = finish_all(stack, layer, x, flats, x if 0 < number < last else None)
             ctx.saved.put(flats, lses)
             del flats, lses

@@ -48,7 +48,7 @@ def usp_parallelize(model, mesh, ulysses, zigzag=True):
 
     ulysses: how many neighbours exchange heads; a ring has one rank of each group of neighbours.
     With 4 ranks and ulysses=2, the pairs (0, 1) and (2, 3) exchange heads, (0, 2) and (1, 3) are
-    rings, and ranks 0 and 1 split the tokens of the rings' first place.
+    rings, and ranks 0 and 1 share the tokens that rank 0 of a plain ring of 2 would have.
     """
     group = group_of_axis(mesh)
     rank, ranks = group.rank(), group.size()

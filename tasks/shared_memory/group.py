@@ -174,7 +174,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         return Done(outputs)
 
     def gather_into(self, outputs, tensor):
-        """Gather each rank's tensor into its own of `outputs`, flat and of this tensor's size."""
+        """Gather the tensor of each rank r into outputs[r], which is flat and of its size."""
         self.count_sent("c10d::_allgather_base_", [tensor])
         flat = flatten(tensor)
         for out in outputs:

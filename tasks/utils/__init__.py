@@ -1,6 +1,6 @@
 """What techniques are made of: collectives, slices of weights, the seam to Hugging Face.
 
-It imports torch and transformers, no script, and only `guards` of these packages beside it:
+It imports torch and transformers, no script, and one of the packages beside it, `guards`:
 
     guards          raise where a split model would be silently wrong; loaded when one is split
     harness         starts and ends a job; compares; measures
@@ -9,9 +9,9 @@ It imports torch and transformers, no script, and only `guards` of these package
     shared_memory   how ranks of one machine talk on a CPU
     memory, mesh    more techniques, of Task 5 and of `tp_ulysses.py`
 
-A script's technique imports from `utils.<module>` and from the scripts that it builds on. The code
-that checks a technique is loaded only when its script runs: `import harness` loads nothing, and the
-first use of `harness.start` loads `harness/job.py`, where `start` is.
+A script's technique imports `utils.<module>` and what it builds on: scripts, `memory`, `mesh`. The
+code that checks a technique is loaded only when its script runs: `import harness` loads nothing,
+and the first use of `harness.start` loads `harness/job.py`, where `start` is.
 
 Shapes, in the whole repository: B batch, S sequence, H hidden, N query heads, K key/value heads,
 D head dim, F MLP units, V vocabulary, P ranks. Local sizes are written S/P, N/P and so on, also
@@ -25,7 +25,7 @@ from importlib import import_module
 def load_when_used(package):
     """Return a package's `__getattr__`: a name's first use loads its module, found in names.py.
 
-    So a script can `import harness` at its top, and still its technique loads nothing of harness.
+    So a script can `import harness` at its top, and importing its technique loads none of it.
     """
 
     def load(name):

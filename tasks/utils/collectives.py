@@ -23,7 +23,7 @@ except ImportError:  # its name before PyTorch 2.13
 
 SHARED_MEMORY = "shared_memory"  # the name of the backend in the package of this name
 # Whether half-precision sums over more than two ranks are added in float32, rounded once: see
-# `all_reduce_`. Set it to False, on all ranks, for the library's own (beyond `FEW_BYTES`).
+# `all_reduce_`. If False, on all ranks, the library adds (but few bytes, see `all_reduce`).
 PRECISE = True
 FEW_BYTES = 2**16  # by gloo: up to here a sum in one step is quicker than a sum in two steps
 
