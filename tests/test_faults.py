@@ -368,7 +368,8 @@ def test_rank_0_is_stopped(script, own_store, place):
         # if the store does not answer either, 7 s later.
         result = job.end(place.timeout_s + (12 if own_store == "1" else 8))
     assert result.code and not result.survivors, result.tail()
-    assert len(result.errors()) == 1 and "rank 0 d" in result.errors()[0], result.tail()
+    said = "rank 0 is late, and its store at" if own_store == "1" else "rank 0 did not come, in"
+    assert len(result.errors()) == 1 and said in result.errors()[0], result.tail()
 
 
 @pytest.mark.parametrize(("script", "place"), in_places(EACH))
