@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import queue
+import random
 import shutil
 import signal
 import socket
@@ -211,6 +212,27 @@ class Nursery:
 nursery = functools.cache(Nursery)  # started where it is needed, once
 
 
+@functools.cache
+def ports():
+    """An endless iterator over ports that only this process of the tests asks for.
+
+    They are below those that a system gives to connections, from 32768 or 49152 on: between the
+    choice of a port and rank 0's use of it no connection of another job can take it.
+    """
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 16
+    first, begin = 16000 + 1000 * worker, random.randrange(1000)  # tests elsewhere begin elsewhere
+    return itertools.cycle(first + (begin + i) % 1000 for i in range(1000))
+
+
+def free_port():
+    """A port on which nobody listens, and which nobody else is about to take."""
+    for port in itertools.islice(ports(), 1000):
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise RuntimeError("no free port on 127.0.0.1")
+
+
 def ranks(
     path, *args, nproc, folder, timeout=300, torchrun=True, env=None, each=None, mother=None,
     rounding=None,
@@ -228,10 +250,8 @@ def ranks(
     STARTED.add(Path(path).stem)
     if rounding is not None:
         path, args = FIGURES / "bench" / "rounding.py", [rounding, path, *args]
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     mother, job, environments = mother or nursery(), uuid.uuid4().hex, []
+    port = free_port()
     for rank in range(nproc):
         own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc}
         own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
