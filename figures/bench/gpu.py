@@ -512,8 +512,11 @@ def tasks_table(data, folder=RECORDS / "gpu"):
 def long_table(data, folder=RECORDS / "gpu"):
     """The longest sequences and steps that were measured, beside what the formulas say today."""
     records = record(folder, data)[1] if data else []
-    lines = ["| in 1 GiB beyond the model | positions | by the formula | KiB of tensors each | "
-             "by the formula |", "|---|---|---|---|---|"]  # fmt: skip
+    lines = [
+        "| in 1 GiB beyond the model | positions | by today's formula | KiB of tensors a position "
+        "| by today's formula |",
+        "|---" * 5 + "|",
+    ]
     for one in records:
         for run in (run for run in one.get("runs", []) if run.get("found")):
             c, name = Source(one["model"]).config, run["contender"]
@@ -526,7 +529,7 @@ def long_table(data, folder=RECORDS / "gpu"):
             lines.append(f"| {' | '.join(cells)} |")
     lines += [
         "",
-        "| one exact step of | seconds | peak, GiB | by the formula |",
+        "| one exact step of | seconds | peak, GiB | by today's formula |",
         "|---|---|---|---|",
     ]
     for one in (one for one in records if "positions" in one):
@@ -585,8 +588,9 @@ def overview(data, folder=RECORDS / "gpu"):
     theirs = [f"{longest_of[name]:,} ({name})" for name in LONGEST[3:] if name in longest_of]
     what = "the longest sequence in 1 GiB beyond the model"
     lines.append(row(what, "; ".join(ours), "; ".join(theirs), "-", "-", step=4))
+    flop_a_pair = None  # of attention's forward and backward, for a query and a key
     for step, positions in (5, 2**18), (7, 2**20):
-        ours, least = [], None
+        ours = []
         for offload in "", "_offload":
             one = read(f"step_{positions}{offload}")
             if one.get("step_s"):
@@ -594,8 +598,11 @@ def overview(data, folder=RECORDS / "gpu"):
                 peak_gib = f"{one['peak_bytes'] / 2**30:.1f} GiB"
                 more = "extrapolated" if one["extrapolated"] else peak_gib
                 ours.append(f"{one['step_s']:.0f} s, {more}" + " (--offload)" * bool(offload))
-                flop = sum(one["attention_flop"].values())
-                least = peak and f"{flop / peak / 1e12:.0f} s, of attention alone"
+                flop_a_pair = sum(one["attention_flop"].values()) / positions**2
+        least = None
+        if flop_a_pair and peak:
+            seconds = flop_a_pair * positions**2 / peak / 1e12
+            least = f"{seconds:.0f} s, of attention alone"
         what = f"one exact step of {positions:,} tokens"
         lines.append(row(what, "; ".join(ours), "-", "-", least, step=step))
     return [*lines, "", f"({on(data)})"] if data else ["Not run yet."]

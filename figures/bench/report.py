@@ -17,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import textwrap
 from functools import partial
 from pathlib import Path
 
@@ -205,7 +206,7 @@ def checks(report):
         rows.append(f"| **{title}** | `{command_of(script)}` | | | | |")
         for claim, _ in claims:
             of = [report["tasks"][script][dtype][claim] for dtype in DTYPES]
-            cells = ["the same bits" if not c["allowed"] and not c["measured"] else
+            cells = ["exact" if not c["allowed"] and not c["measured"] else
                      f"{c['measured']:.0e} ({c['allowed']:.0e})" for c in of]  # fmt: skip
             status = "ok" if all(c["passed"] for c in of) else "**FAILED**"
             example, more = of[0]["for_example"], of[0]["checks"] - 1
@@ -265,7 +266,7 @@ def speed(data):
     """Task 2, Task 3 and transformers' own plan, beside the single process."""
     runs = {(r["technique"], r["world_size"], r["seq_len"]): r for r in data["runs"]}
     rows = head("2 ranks, 512 tokens", "forward", "backward", "both", "32 tokens, cached",
-                "bytes sent, of the formula")  # fmt: skip
+                "bytes sent, beyond the formula")  # fmt: skip
     for technique, name in NAMES.items():
         run = runs.get((technique, 2, 512))
         if run is None:  # a comparison that was interrupted
@@ -460,9 +461,14 @@ def filled_in():
         if sum(counts.values()) != 1 or texts[page].count(end) != 1:
             sys.exit(f"error: the table {name} has no place in the pages, or several")
         before, rest = texts[page].split(begin)
-        table = "".join(f"{line}\n" for line in lines)
+        table = "".join(f"{part}\n" for line in lines for part in in_lines(line))
         texts[page] = before + begin + table + end + rest.split(end)[1]
     return texts
+
+
+def in_lines(text, width=120):
+    """A line of a table as it is; a note below a table in lines of at most `width` characters."""
+    return textwrap.wrap(text, width) if text.startswith("(") else [text]
 
 
 def main():

@@ -125,21 +125,21 @@ def record(path, only):
         add(path, records, key, found | {"minutes": (time.monotonic() - began) / 60})
 
 
-INTRODUCTION = f"""
-## With other roundings
+INTRODUCTION = f"""## With other roundings
 
 By `python -m figures.bench.tolerance --rounding`. Linear layers add their products in another
 order, one for each shape of a weight, as another computer's kernels would
 (`figures/bench/rounding.py`).
 
-Weights' gradients from few tokens, as two ranks compute them, {SEEDS} seeds. Of right runs the
-largest share of a limit. Of wrong ones how many were refused: they are 1 % off in float32, doubled
-or zero in bfloat16. The gradient of a faint head is 1e-4 of the others'. With one token, queries
-and keys are left out: their gradient should be zero, and is the rounding of one number a head.
+Weights' gradients from few tokens, as two ranks compute them, {SEEDS} seeds. For right runs the
+table has the largest share of a limit ("nearest"); for wrong ones, how many were refused. Wrong
+values are 1 % off in float32, doubled or zero in bfloat16. The gradient of a faint head is 1e-4 of
+the others'. With one token, queries and keys are left out: their gradient should be zero, and is
+the rounding of one number a head.
 """
 BUGS_SAID = """
-Planted bugs (`tests/test_planted_bugs.py`) with other roundings: {done} of {all} were run, of which
-{refused} were refused.
+Planted bugs (`tests/test_planted_bugs.py`) with other roundings: {done} of {all} were run;
+{refused} of these were refused.
 """
 
 
@@ -175,5 +175,10 @@ def table(records):
     lines.append(BUGS_SAID.format(done=len(bugs), all=len(BUGS), refused=refused))
     lines += [f"Not refused: {run['bug']}." for run in bugs if not run["refused"]]
     minutes, number = sum(run["minutes"] for run in records["runs"]), len(plan())
-    lines.append(f"({minutes:.0f} minutes of the same machine; {left} of {number} runs are left.)")
+    versions, dates = records["versions"], sorted({run["date"] for run in records["runs"]})
+    lines.append(
+        f"({dates[0]} to {dates[-1]}, in {minutes:.0f} minutes on the same machine, PyTorch "
+        f"{versions['torch']},\ntransformers {versions['transformers']}; {left} of {number} runs "
+        "are left.)"
+    )
     return lines

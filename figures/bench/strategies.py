@@ -114,6 +114,8 @@ def rows(data, article=None):
     """Lines of a table. article: {strategy: GB of its table}. data: None where nothing was run."""
     titles = ["strategy", "ranks", "batch", "tokens/s", "peak of a rank's tensors, GB",
               "by the formula", "of the process"]  # fmt: skip
+    if data and data["device"] == "cuda":
+        titles[-1] = "by CUDA's count"
     titles += ["the article's"] * bool(article)
     lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     if not data:

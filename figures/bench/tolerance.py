@@ -18,6 +18,7 @@ import json
 import os
 import sys
 import tempfile
+import textwrap
 import time
 from bisect import bisect_left
 from functools import partial
@@ -203,10 +204,14 @@ def table(whole, other):
         "",
         "By `python -m figures.bench.tolerance`; the rule is in `tasks/harness/tolerance.py`.",
         "",
-        "Largest error of right runs, in times the reference's usual (Tasks 2 to 4, five texts):",
-        f"rms of a tensor (limit {limits['rms']:g}) / rms of a row or column ({limits['row']:g}) /",
-        f"largest value ({limits['max']:g}) /",
-        f"scale of a tensor ({limits['scale']:g}) / of a row or column ({limits['row scale']:g}).",
+        *textwrap.wrap(
+            "Largest error of right runs, as a multiple of the reference's usual error (five "
+            "texts, dealt out to Tasks 2, 3 and 4): "
+            f"rms of a tensor (limit {limits['rms']:g}) / rms of a row or column "
+            f"({limits['row']:g}) / largest value ({limits['max']:g}) / scale of a tensor "
+            f"({limits['scale']:g}) / of a row or column ({limits['row scale']:g}).",
+            100,
+        ),
         "",
         "| model | dtype | 1 rank | 2 ranks | 3 ranks | 4 ranks | checks | refused |",
         "|---|---|---|---|---|---|---|---|",
@@ -243,7 +248,11 @@ def table(whole, other):
     minutes = sum(run["minutes"] for run in whole["runs"])
     lines += ["", f"({dates}, in {minutes:.0f} minutes, {cpu}, "
               f"PyTorch {whole['versions']['torch']}, "
-              f"transformers {whole['versions']['transformers']})", ""]  # fmt: skip
+              f"transformers {whole['versions']['transformers']})", "",
+              *textwrap.wrap(
+                  f'("none is": of sizes up to {100 * max(SIZES):,.0f} % none was refused. Rows '
+                  "from few tokens are measured together with their neighbours, which here are far "
+                  "larger.)", 100), ""]  # fmt: skip
     lines += rounding_runs.table(other)
     return "\n".join(lines) + "\n"
 
