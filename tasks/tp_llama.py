@@ -79,11 +79,12 @@ def tensor_parallelize(model, mesh, vocab_parallel=True, region_ops=None, overla
     full. With `labels`, the loss is computed from split logits, and `output.logits` is this rank's
     (B, S, V/P). If these would take more than `LOSS_TILE_BYTES` in float32, `output.logits` is
     None, and the loss is computed tile by tile. Attention weights, if asked for, are of this rank's
-    heads. The model may also be on the meta device. region_ops: functions of (x, group), in place
-    of f and g. overlap: all-reduces of the layers' f run while the weights' gradients are computed,
-    see `utils.overlap`. Raises UserError for more ranks than query heads or vocabulary entries,
-    ValueError for a model that is split already, or not built as a Llama, and for overlap with
-    region_ops. Source: Megatron-LM, arXiv 1909.08053, section 3.
+    heads. The model may also be on the meta device.
+    region_ops: functions of (x, group), in place of f and g. overlap: all-reduces of the layers' f
+    run while the weights' gradients are computed, see `utils.overlap`.
+    Raises UserError for more ranks than query heads or vocabulary entries, ValueError for a model
+    that is split already, or not built as a Llama, and for overlap with region_ops.
+    Source: Megatron-LM, arXiv 1909.08053, section 3.
     """
     group, (enter, leave) = group_of_axis(mesh), region_ops or (copy_to_region, reduce_from_region)
     if overlap and region_ops:

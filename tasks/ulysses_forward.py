@@ -194,8 +194,8 @@ def sequence_parallelize(model, mesh):
     of the heads, and divide it. It may also be on the meta device. Raises UserError for more ranks
     than query heads and for RoPE that depends on the length of the sequence, ValueError as
     `convert_attention` does. With at most K ranks, each gets whole KV groups: of 3 ranks with 4
-    groups, one gets two, and its attention takes twice as long. Source: DeepSpeed-Ulysses, arXiv
-    2309.14509, section 3.
+    groups, one gets two, and its attention takes twice as long.
+    Source: DeepSpeed-Ulysses, arXiv 2309.14509, section 3.
     """
     group = group_of_axis(mesh)
     convert_attention(model, SequenceParallelLlama, group, "ulysses", attend_to_all_tokens)

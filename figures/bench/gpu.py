@@ -57,6 +57,7 @@ SCRIPTS = ["tp_mlp", "tp_attention", "tp_llama", "dtensor_llama", "kv_cache", "u
            "ulysses_finetune", "pipeline_llama", "pipeline_threads", "data_parallel",
            "tp_naive", "tp_training", "pretrain_2d", "ring_attention", "tp_ulysses"]  # fmt: skip
 DTYPES = "float32", "bfloat16", "float64"
+LARGE = "random/llama-3.2-1b"  # what is measured on a GPU
 # Without timed repetitions: they say nothing beside other jobs.
 TIMED = ("tp_llama", "dtensor_llama", "kv_cache", "ulysses_forward", "ring_attention",
          "tp_ulysses", "pipeline_threads")  # fmt: skip
@@ -122,7 +123,7 @@ def parts(device, smollm2="smollm2"):
     # Before compute capability 8.0 no kernel gives what Task 5's techniques need in bfloat16.
     old = torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0)
     dtype = "bfloat16" if on_gpu and not old else "float32"
-    large = ["--model", "random/llama-3.2-1b", "--dtype", dtype] if on_gpu else small
+    large = ["--model", LARGE, "--dtype", dtype] if on_gpu else small
     yield from every_task(on_gpu, place)
     test = ["-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider"]
     test += ["-n", 4] if importlib.util.find_spec("xdist") else []
@@ -588,9 +589,9 @@ def overview(data, folder=RECORDS / "gpu"):
     theirs = [f"{longest_of[name]:,} ({name})" for name in LONGEST[3:] if name in longest_of]
     what = "the longest sequence in 1 GiB beyond the model"
     lines.append(row(what, "; ".join(ours), "; ".join(theirs), "-", "-", step=4))
-    flop_a_pair = None  # of attention's forward and backward, for a query and a key
+    config = Source(LARGE).config
     for step, positions in (5, 2**18), (7, 2**20):
-        ours = []
+        ours, flop = [], attention_flop(config, positions)
         for offload in "", "_offload":
             one = read(f"step_{positions}{offload}")
             if one.get("step_s"):
@@ -598,11 +599,8 @@ def overview(data, folder=RECORDS / "gpu"):
                 peak_gib = f"{one['peak_bytes'] / 2**30:.1f} GiB"
                 more = "extrapolated" if one["extrapolated"] else peak_gib
                 ours.append(f"{one['step_s']:.0f} s, {more}" + " (--offload)" * bool(offload))
-                flop_a_pair = sum(one["attention_flop"].values()) / positions**2
-        least = None
-        if flop_a_pair and peak:
-            seconds = flop_a_pair * positions**2 / peak / 1e12
-            least = f"{seconds:.0f} s, of attention alone"
+                flop = one["attention_flop"]
+        least = peak and f"{sum(flop.values()) / peak / 1e12:.0f} s, of attention alone"
         what = f"one exact step of {positions:,} tokens"
         lines.append(row(what, "; ".join(ours), "-", "-", least, step=step))
     return [*lines, "", f"({on(data)})"] if data else ["Not run yet."]

@@ -8,6 +8,7 @@ A run that is in the record is not made again; `--only WORD ...` takes those wit
 import re
 import subprocess
 import tempfile
+import textwrap
 import time
 from pathlib import Path
 
@@ -176,9 +177,9 @@ def table(records):
     lines += [f"Not refused: {run['bug']}." for run in bugs if not run["refused"]]
     minutes, number = sum(run["minutes"] for run in records["runs"]), len(plan())
     versions, dates = records["versions"], sorted({run["date"] for run in records["runs"]})
-    lines.append(
+    said = (
         f"({dates[0]} to {dates[-1]}, in {minutes:.0f} minutes on the same machine, PyTorch "
-        f"{versions['torch']},\ntransformers {versions['transformers']}; {left} of {number} runs "
+        f"{versions['torch']}, transformers {versions['transformers']}; {left} of {number} runs "
         "are left.)"
     )
-    return lines
+    return [*lines, *textwrap.wrap(said, 100)]

@@ -7,10 +7,10 @@ CODES = {"bold": 1, "red": 31, "green": 32}
 
 
 def styled(text, style):
-    """Return the text in a style of CODES, or unchanged where the codes would not show as a style:
+    """Return the text in a style of CODES, or unchanged where codes do not belong.
 
-    in a file or a pipe, where NO_COLOR is set (no-color.org), and on a terminal that knows no
-    codes, TERM=dumb.
+    That is in a file or a pipe, where NO_COLOR is set (no-color.org), and on a terminal that knows
+    no codes, TERM=dumb.
     """
     plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
     if plain or not sys.stdout.isatty():
