@@ -122,7 +122,7 @@ tiny-llama: .venv/ready
 
 # make lift TASK=tp_llama OUT=file.py: a technique as one file.
 lift: .venv/ready
-	$(BIN)/python launch/lift.py $(TASK) $(OUT)
+	$(BIN)/python launch/lift.py $(if $(TASK),"$(TASK)") $(if $(OUT),"$(OUT)")
 
 lint: .venv/ready
 	$(BIN)/ruff check .

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from math import inf
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tasks"))
@@ -43,10 +44,10 @@ def row_of(script, code, seconds, record):
     except (OSError, ValueError, KeyError):
         checks = []  # it has ended before
     name, share = "-", "-"
-    measured = [check for check in checks if check.get("share") is not None]
-    if measured:
-        nearest = max(measured, key=lambda check: check["share"])
-        name, share = nearest["name"], f"{nearest['share']:.0%}"
+    shares = {check["name"]: check["share"] for check in checks}
+    if shares:  # null: infinitely far off what must be exact
+        name = max(shares, key=lambda name: inf if shares[name] is None else shares[name])
+        share = "inf" if shares[name] is None else f"{shares[name]:.0%}"
     if len(name) > 56:
         name = f"{name[:53]}..."
     ended = "ok" if code == 0 else f"FAILED ({code})"

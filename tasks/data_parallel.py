@@ -365,6 +365,8 @@ def main():
         harness.fail(f"--batch-size {args.batch_size}: fewer sequences than {world_size} ranks")
     if args.memory_budget and (args.gradients_dir or not args.epochs):
         harness.fail("--memory-budget trains: with 1 or more --epochs, and without --gradients-dir")
+    if args.memory_budget and args.train_only:
+        harness.fail("--memory-budget trains without dropout: it cannot be with --train-only")
     default = "fsdp2" if args.memory_budget else "by-hand" if args.spawn else "all"
     args.strategy = args.strategy or default
     if args.gradients_dir and args.strategy not in ("all", "by-hand"):
@@ -467,7 +469,9 @@ def train_by_epochs(run, strategy, parallel, batches, epochs, lr, expected=None,
 
     peaks = harness.peak_memory(run, all_epochs)
     losses = harness.losses_of_epochs(ranks[0] for ranks in records)
-    if expected:
+    if not expected:
+        harness.refuse_not_finite(torch.tensor(losses, dtype=torch.float64), lr)
+    else:
         harness.check_losses(run, strategy, losses, expected, least_error)
     harness.check_copies(run, f"{strategy}: copies of a parameter, trained", model)
     harness.check_memory(run, strategy, model, optimizer, activations)

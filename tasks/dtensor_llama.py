@@ -20,7 +20,6 @@ trains both models on one batch, to almost no loss along the same curve.
 
 from fnmatch import fnmatch
 from functools import partial
-from types import MethodType
 
 import torch
 import torch.distributed as dist
@@ -103,13 +102,18 @@ class VocabularyRows(ParallelStyle):
         if (ranks - 1) * -(-tokens // ranks) >= tokens:  # equal chunks, the last shorter
             raise UserError(f"{ranks} ranks share {tokens} tokens: some have none; fewer ranks")
 
-        def forward(module, ids):
-            weight = module.weight.to_local(grad_placements=[Shard(0)])
-            rows = local_rows(ids, weight, first, tokens, module.padding_idx)
-            return self.sum(DTensor.from_local(rows, mesh, [Partial()]))
-
-        module.forward = MethodType(forward, module)  # bound: a deep copy uses its own weight
+        module.__class__, module.first, module.sum = DTensorEmbedding, first, self.sum
         return module
+
+
+class DTensorEmbedding(nn.Embedding):
+    """Rows from `first` on of an embedding; a token's row comes from the rank that has it."""
+
+    def forward(self, ids):
+        """ids (B, S) -> (B, S, H), or this rank's tokens of it, by `sum`."""
+        weight, mesh = self.weight.to_local(grad_placements=[Shard(0)]), self.weight.device_mesh
+        rows = local_rows(ids, weight, self.first, self.num_embeddings, self.padding_idx)
+        return self.sum(DTensor.from_local(rows, mesh, [Partial()]))
 
 
 COLUMNS, ROWS = ColwiseParallel(use_local_output=False), RowwiseParallel(use_local_output=False)

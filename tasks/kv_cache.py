@@ -31,6 +31,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
 from transformers import DynamicCache, GenerationConfig, LlamaModel, StaticCache
 
 import harness
@@ -85,8 +86,13 @@ def each_token(model, ids, mask, new_tokens, choose, cache=None):
 def choose_from_full_logits(model, logits):
     """Return the likeliest tokens (B, 1) by full logits (B, 1, V), with embeddings (B, 1, H).
 
-    Raises ValueError for logits of a part of the vocabulary.
+    Task 3's logits, a DTensor, are gathered first. Raises ValueError for logits of a part of the
+    vocabulary.
     """
+    if isinstance(logits, DTensor):
+        from dtensor_llama import full_logits
+
+        logits = full_logits(logits)
     if logits.shape[-1] != model.config.vocab_size:
         words = f"{logits.shape[-1]} of {model.config.vocab_size}"
         raise ValueError(f"logits of {words} tokens: use choose_among_ranks")
@@ -430,7 +436,7 @@ def main():
 
 def show(run, args):
     """Check both models' texts and caches, by each way to generate; measure their speed."""
-    from dtensor_llama import dtensor_parallelize, full_logits
+    from dtensor_llama import dtensor_parallelize
     from tp_llama import tensor_parallelize
 
     mesh = run.mesh("tp")
@@ -452,10 +458,7 @@ def show(run, args):
     dtensor = run.together(lambda: load(partial(dtensor_parallelize, mesh=mesh)))
     models = {
         "hand-made": (by_hand, choose_among_ranks),
-        "DTensor": (
-            dtensor,
-            lambda model, logits: choose_from_full_logits(model, full_logits(logits)),
-        ),
+        "DTensor": (dtensor, choose_from_full_logits),
     }
     ((expected, *_), *alone) = run.reference_values(
         lambda model: continuations(model, prompts, args.new_tokens), references[:1]

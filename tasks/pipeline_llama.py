@@ -98,6 +98,7 @@ def keep_stage(model, stops, index):
         base.config.layer_types = base.config.layer_types[first:stop]
     model.__class__ = mixed_in(GPT2Stage if family is GPT2 else Stage, type(model))
     model.index, model.is_first, model.is_last = index, index == 0, index == len(stops) - 1
+    model.tied = tied
     if not model.is_first and not (model.is_last and tied):
         setattr(base, family.embedding, None)
     if not model.is_first and family is GPT2:
@@ -256,7 +257,7 @@ class Pipeline:
         check_ids(ids, vocab_size)
         next_tokens(labels, ids.shape, vocab_size)
         self.count = (labels[:, 1:] != -100).sum()
-        tied = self.stages[0].config.tie_word_embeddings and self.number > 1
+        tied = self.stages[0].tied and self.number > 1
         # Only this step's gradient is summed over the two ranks, not what earlier steps left there.
         with new_gradients(tied_weights(self.stages) if tied else []):
             losses, logits = self.run(ids, mask, labels, sizes)

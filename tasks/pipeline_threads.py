@@ -401,6 +401,7 @@ class ModelParallel(nn.Module):
     def __init__(self, model, stops, devices):
         super().__init__()
         self.model, self.pipe = model, None
+        self.tied = model.lm_head.weight is embedding_of(model).weight
         self.sequential = as_sequential(model, stops, devices)
 
     def _prepare_pipeline_parallel(self, split_size=1):
@@ -412,7 +413,7 @@ class ModelParallel(nn.Module):
 
     def sum_tied(self):
         """Give, after a backward, both copies of a tied embedding the sum of their gradients."""
-        if self.model.config.tie_word_embeddings:
+        if self.tied:
             sum_copies(embedding_of(self.model).weight, self.model.lm_head.weight)
 
 

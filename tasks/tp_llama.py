@@ -162,8 +162,9 @@ def split_vocabulary(model, group, enter=copy_to_region):
         part.get_group, part.rows = getter(group), rows
     embedding.num_embeddings = head.full_size = vocab_size  # its forward takes all ids
     head.register_forward_pre_hook(bind(f, enter=enter, group=group), with_kwargs=True)
-    model.sum_of_losses = MethodType(sum_of_vocab_parallel_losses, model)
-    model.loss_function = MethodType(vocab_parallel_loss, model)
+    # Bound to the head: a model that held itself would not be freed at once.
+    model.sum_of_losses = MethodType(sum_of_vocab_parallel_losses, head)
+    model.loss_function = MethodType(vocab_parallel_loss, head)
     gather = bind(gather_shares, dim=-1, size=vocab_size, group=group)
     model.register_forward_pre_hook(expect_loss, with_kwargs=True)
     model.register_forward_hook(with_full_logits(gather), with_kwargs=True)
@@ -253,12 +254,11 @@ def vocab_parallel_cross_entropy(
     return losses.sum() / is_label.sum() if reduction == "mean" else losses.sum()
 
 
-def sum_of_vocab_parallel_losses(model, logits, targets, ignore_index=-100):
+def sum_of_vocab_parallel_losses(head, logits, targets, ignore_index=-100):
     """Sum the cross-entropy over tokens, on all ranks; (B, S, V/P), (B, S) -> a scalar.
 
     logits: (B, S, V/P), or the hidden states (B, S, H), if `VocabParallelHead` has passed them on.
     """
-    head = model.lm_head
     group, rows = head.get_group(), head.rows
     if not head.in_tiles:
         return vocab_parallel_cross_entropy(logits, targets, group, ignore_index, "sum", rows)
@@ -270,7 +270,7 @@ def sum_of_vocab_parallel_losses(model, logits, targets, ignore_index=-100):
 
 
 def vocab_parallel_loss(
-    model,
+    head,
     logits,
     labels,
     vocab_size,
@@ -291,7 +291,7 @@ def vocab_parallel_loss(
     count = num_items_in_batch
     if count is None:
         count = (targets != ignore_index).sum()
-    return sum_of_vocab_parallel_losses(model, logits, targets, ignore_index) / count
+    return sum_of_vocab_parallel_losses(head, logits, targets, ignore_index) / count
 
 
 # ---------------------------------------------------------------- a loss without full logits
@@ -329,7 +329,7 @@ def expect_loss(model, args, kwargs):
     if model.lm_head.wants_loss:
         from guards.refusals import refuse_own_loss
 
-        refuse_own_loss(model, MethodType(vocab_parallel_loss, model))
+        refuse_own_loss(model, MethodType(vocab_parallel_loss, model.lm_head))
 
 
 def drop_logits(model, args, output):

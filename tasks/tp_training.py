@@ -95,7 +95,7 @@ def show(run, args):
     for name, (split, _) in SPLITS.items():
         check_split(run, name, run.load_model(partial(split, mesh=mesh)), references)
     del references
-    tokens = len(run.tokenizer(args.text)["input_ids"]) if run.tokenizer else 9
+    tokens = len(harness.tokens_of(run.tokenizer, args.text, "--text")) if run.tokenizer else 9
     if tokens < 3:
         raise UserError(f"--text {args.text!r}: {tokens} tokens, too short, use 3 or more")
     sentence = harness.make_batch(run, 1, tokens, args.text)
@@ -137,7 +137,7 @@ def show_training(run, mesh, batch, lr, iterations):
     expected, tokens = run.reference_values(expect, references)
     # Rounding of weights shifts all later losses the same way: their errors do not average out.
     least_error = harness.LIMITS["rms"] * harness.error_of_mean(*tokens)
-    harness.refuse_not_finite(expected[0], lr)
+    harness.refuse_not_finite(torch.cat(expected), lr)
     for wide in references[1:]:
         for parameter, exact in zip(references[0].parameters(), wide.parameters(), strict=True):
             parameter.exact_grad = exact.grad.float()

@@ -48,7 +48,7 @@ from utils.errors import UserError
 from utils.gradients import new_gradients
 from utils.llama import llama_of, trained_parameters
 from utils.replicas import sum_gradients
-from utils.sequence import documents_of, sum_of_losses
+from utils.sequence import documents_of
 
 LR = {"prompt": 1e-3, "lora": 1e-3, "none": 1e-4}
 # Flags that must be the same when a checkpoint is continued.
@@ -95,7 +95,7 @@ def local_loss(model, ids, embed=None, labels=None, position_ids=None, attention
         position_ids=position_ids[:, local],
         attention_mask=attention_mask,
     )
-    return sum_of_losses(model.lm_head(output.last_hidden_state), targets) / count
+    return model.sum_of_losses(model.lm_head(output.last_hidden_state), targets) / count
 
 
 def shift_and_split(model, labels):
@@ -386,6 +386,7 @@ def finetune(run, args):
 
     optimizer = optimizer_of(model)
     losses = store.resume(parameters, optimizer)
+    resumed = bool(losses)
     if len(losses) > args.steps:
         run.print0(f"note: that is more than --steps {args.steps}: nothing is left to train")
 
@@ -412,7 +413,7 @@ def finetune(run, args):
         "peak_memory_bytes": peaks,
     }
     if checked is not None:
-        harness.check_again(run, losses, checked, args.deterministic)
+        harness.check_again(run, losses, checked, resumed, args.deterministic)
     harness.report_training(run, args.batch_size * positions)
     if args.output_dir:
         run.together(lambda: harness.save_result(run, model, store))

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from math import inf, nan
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -146,6 +147,8 @@ def test_record_in_lines(tmp_path):
     records.write_record(tmp_path / "record.json", data)
     text = (tmp_path / "record.json").read_text()
     assert json.loads(text) == json.loads(json.dumps(data))
+    records.write_record(tmp_path / "record.json", {"off": [inf, -inf, nan, 1.0]})
+    assert (tmp_path / "record.json").read_text() == '{"off": [null, null, null, 1.0]}\n'
     assert '\n  {"b": [[0.1, 2], []]}\n' in text
 
 

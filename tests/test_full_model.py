@@ -1,5 +1,6 @@
 """What a program of one's own asks of a split model: norm and clipping, state dict, a folder."""
 
+import os
 import re
 import shutil
 
@@ -11,6 +12,7 @@ import launch
 from conftest import make_llama
 from pages import CODE
 from planting import plant
+from utils.full_model import save_pretrained
 
 
 def full_model(folder, model, nproc, *args, tasks=launch.TASKS, **settings):
@@ -47,6 +49,29 @@ def test_tied(nproc, tmp_path):
     assert result.code == 0 and result.out.count("full model: ok") == nproc, result.tail()
 
 
+@pytest.mark.parametrize(("before", "after"), [(2, 2), (1, 2), (2, 1)])
+def test_killed_between_two_renames(before, after, tmp_path, monkeypatch):
+    """Of an earlier model in one or two files, and a later one, there is no mixture to load."""
+    model, rename = LlamaForCausalLM.from_pretrained(launch.TASKS / "tiny_llama"), os.replace
+    sizes = {1: "1GB", 2: 2 * sum(p.nbytes for p in model.parameters()) // 3}
+    save_pretrained(model, tmp_path, sizes[before])
+    assert len([*tmp_path.glob("*.safetensors")]) == before
+    LlamaForCausalLM.from_pretrained(tmp_path)
+    renamed = []
+
+    def once(*paths):
+        renamed.append(paths)
+        if len(renamed) == after:  # before the last of one file, or the second of two
+            raise KeyboardInterrupt
+        rename(*paths)
+
+    monkeypatch.setattr(os, "replace", once)
+    with pytest.raises(KeyboardInterrupt):
+        save_pretrained(model, tmp_path, sizes[after])
+    with pytest.raises(OSError, match="no file named"):
+        LlamaForCausalLM.from_pretrained(tmp_path)
+
+
 @pytest.mark.parametrize(
     "what",
     [
@@ -61,6 +86,8 @@ def test_tied(nproc, tmp_path):
         "saving",
         "right_use",
         "of_dtensors",
+        "parts_of_losses",
+        "freed",
         pytest.param("on_two_axes", marks=STRESS),
     ],
 )

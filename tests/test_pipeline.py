@@ -169,6 +169,7 @@ def test_gpt2_in_a_sequential(tied):
     ids = torch.arange(7 * 9).view(7, 9)
     logits = expected(ids).logits
     logits.square().mean().backward()
+    model.config.tie_word_embeddings = not tied  # it is the weights that count
     split = ModelParallel(model, (1, 3, 4), CPU)
     blocks = [module.module for module in split.sequential[1:-1]]
     assert len(blocks) == 4 and torch.is_tensor(blocks[0](torch.zeros(1, 2, 32).double()))
@@ -546,6 +547,20 @@ if __name__ == "__main__":
                     assert (grad is None) == (parameter.grad is None), name
                     if grad is not None:
                         torch.testing.assert_close(parameter.grad, grad, rtol=0, atol=1e-12)
+    for says in True, False:  # a configuration that is wrong of the weights
+        whole = source.load_model(torch.float64, cpu)
+        whole.config = copy.deepcopy(whole.config)
+        whole.config.tie_word_embeddings = says
+        if says:
+            whole.lm_head.weight = torch.nn.Parameter(2 * whole.lm_head.weight.detach())
+        stage, ids = copy.deepcopy(whole), batches[0]
+        keep_stage(stage, stops, rank)
+        mask = torch.ones_like(ids)
+        Pipeline(mesh, "1f1b", [stage], 2).step(ids, mask, ids, [2, 2])
+        plain_loss(whole, ids, input_ids=ids, attention_mask=mask).backward()
+        for name, parameter in stage.named_parameters():
+            grad = whole.get_parameter(name).grad
+            torch.testing.assert_close(parameter.grad, grad, rtol=0, atol=1e-12)
     stages = [
         source.load_model(torch.float64, cpu, partial(keep_stage, stops=(1, 2, 3, 5), index=i))
         for i in (rank, rank + 2)

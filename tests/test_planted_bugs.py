@@ -308,8 +308,8 @@ BUGS = {
         "mask = F.pad(mask, (0, 1), value=0)", "alone|generated",
     ),
     "DTensor's logits are a rank's": (
-        "kv_cache", 2, "kv_cache.py", "choose_from_full_logits(model, full_logits(logits))",
-        "choose_from_full_logits(model, F.pad(x := logits.to_local(), (0, 1531 - x.shape[-1])))",
+        "kv_cache", 2, "kv_cache.py", "logits = full_logits(logits)",
+        "logits = F.pad(x := logits.to_local(), (0, 1531 - x.shape[-1]))",
         "generated tokens by DTensor, recomputed",
     ),
     "the cache is read one token late": (

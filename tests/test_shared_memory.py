@@ -1,13 +1,17 @@
 """The process group in shared memory: held against gloo's, and what it says of ranks that miss."""
 
+import datetime
 import json
 import os
 import shutil
+import threading
 
 import pytest
+import torch.distributed as dist
 
 import launch
 from planting import plant
+from shared_memory.slots import common
 
 RANDOM = launch.HELPERS / "random_collectives.py"
 MORE = [pytest.param(nproc, 10_000, marks=pytest.mark.stress) for nproc in (2, 3, 4, 8)]
@@ -20,6 +24,19 @@ def test_random_collectives(nproc, count, tmp_path):
     assert result.code == 0 and result.out.count(f"{count} collectives passed") == nproc, (
         result.tail()
     )
+
+
+def test_rank_0_comes_late():
+    """A rank waits for the group's timeout, though the job's store would wait for less."""
+    store, wait = dist.HashStore(), datetime.timedelta(seconds=1)
+    store.set_timeout(wait / 4)
+    late = threading.Timer(0.5, common, (store, 0, 4096, wait))
+    late.start()
+    assert len(common(store, 1, 4096, 20 * wait)[0]) == 4096
+    late.join()
+    store.delete_key("memory")
+    with pytest.raises(dist.DistStoreError, match="timeout"):
+        common(store, 1, 4096, wait / 4)
 
 
 MEMORY, GROUP = "slots.py", "group.py"

@@ -98,6 +98,7 @@ def test_full_logits_where_they_are_to_be_split(odd_llama, tmp_path):
     [
         (["--lr", "9e5"], "--lr 900000.0: a loss or a norm is not finite"),
         (["--text", "a"], "--text 'a': 1 tokens, too short"),
+        (["--text", "\udcff"], "--text '\\udcff': not valid Unicode"),
         (["--seq-len", "2"], "--seq-len 2: too short to compare"),
         (["--trace", "trace.json"], "--trace: of what --profile records, give that, too"),
         (["--profile", "--trace", "/no/such/x.json"], "--trace /no/such/x.json: cannot be written"),

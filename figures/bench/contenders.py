@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import loss_parallel
 
-from dtensor_llama import dtensor_parallelize, full_logits
+from dtensor_llama import dtensor_parallelize
 from kv_cache import choose_among_ranks, choose_from_full_logits
 from shared_memory.traffic import bytes_sent
 from tp_llama import tensor_parallelize
@@ -63,9 +63,7 @@ class DTensorPlan(HandMade):
 
     context = staticmethod(loss_parallel)
 
-    @staticmethod
-    def choose(model, logits):
-        return choose_from_full_logits(model, full_logits(logits))
+    choose = staticmethod(choose_from_full_logits)
 
     @staticmethod
     def formula(L, T, H, V, P, e):

@@ -498,11 +498,10 @@ def tasks_table(data, folder=RECORDS / "gpu"):
     for part in parts(data["device"] if data else "cuda"):
         if part.step == 1 and file_of(part, folder).exists():
             one = json.loads(file_of(part, folder).read_text())
-            shares = [c["share"] for c in one["checks"] if not c["name"].startswith(NOT_ROUNDING)]
             how = f" ({one['backend']})" if part.ranks > 1 else ""
             way = f"{part.ranks} rank{'s' * (part.ranks > 1)}{how}, {one['dtype']}"
             ways[way] = None
-            rows[one["task"]][way] = f"{len(one['checks'])}, {max(shares, default=0):.0%}"
+            rows[one["task"]][way] = f"{len(one['checks'])}, {share_of(one):.0%}"
     lines = [f"| task | {' | '.join(ways)} |", "|---" * (len(ways) + 1) + "|"]
     for script, cells in rows.items():
         words = [cells.get(way, "no record") for way in ways]
@@ -682,12 +681,17 @@ def summary(kind, records, planned):
             f"{run['estimate']:,})" for run in some["runs"]]  # fmt: skip
 
 
+def share_of(one):
+    """How much of its tolerance a task's nearest check took; null: what must be exact was not."""
+    shares = [c["share"] for c in one["checks"] if not c["name"].startswith(NOT_ROUNDING)]
+    return max((math.inf if share is None else share for share in shares), default=0)
+
+
 def summary_of_tasks(records, ran):
     """Several tasks' records, on as many ranks and in one dtype."""
     some, nearest = next(iter(records.values())), {}
     for one in records.values():
-        shares = [c["share"] for c in one["checks"] if not c["name"].startswith(NOT_ROUNDING)]
-        nearest[one["task"]] = max(shares, default=0)
+        nearest[one["task"]] = share_of(one)
     last, ranks = max(nearest, key=nearest.get), some["world_size"]
     how = " by " + " and ".join(sorted({one["backend"] for one in records.values()}))
     return (f"{Path(some['model']).name}, {ranks} rank{'s' * (ranks > 1)}, {some['dtype']}: "

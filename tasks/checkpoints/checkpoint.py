@@ -234,7 +234,6 @@ def save_checkpoint(folder, step, tensors, record, keep=2):
         save_file(
             {name: t.detach().cpu().contiguous() for name, t in tensors.items()}, part / STATE
         )
-        flush(part / STATE)
         finish(part, step, record, {STATE: digest(part / STATE)}, keep)
     except Exception as error:
         shutil.rmtree(part, ignore_errors=True)
@@ -252,7 +251,7 @@ def begin(folder, step):
 
 
 def finish(part, step, record, digests, keep=2):
-    """Complete a folder, whose files are on the disk, and move it to its place.
+    """Complete a folder and move it to its place.
 
     digests: {name: SHA-256} of the files. Then remove all checkpoints but `keep`: this one and
     those before it. Those of later steps go, too: they were damaged, otherwise this step would not
@@ -261,8 +260,6 @@ def finish(part, step, record, digests, keep=2):
     (part / RECORD).write_text(json.dumps(record))
     manifest = digests | {RECORD: digest(part / RECORD), "step": step}
     (part / MANIFEST).write_text(json.dumps(manifest))
-    for path in part / RECORD, part / MANIFEST, part:
-        flush(path)
     final = part.with_name(f"step-{step:06}")
     swap(part, final)
     found = list_checkpoints(part.parent)
@@ -338,7 +335,9 @@ def flush(path):
 
 
 def swap(part, final):
-    """Move a finished folder to its place, where an older one may be."""
+    """Move a finished folder, all of which is then on the disk, to where an older one may be."""
+    for path in *part.iterdir(), part:
+        flush(path)
     if final.exists():
         old = final.with_name(f".{final.name}.part.old")
         shutil.rmtree(old, ignore_errors=True)

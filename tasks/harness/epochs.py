@@ -11,7 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
 from harness.model_checks import number_of_parameters, plain_loss
-from harness.step_checks import sum_of_parts
+from harness.step_checks import refuse_not_finite, sum_of_parts
 from harness.wider import WIDER, wider_copy
 from loading.architectures import count_parameters
 from loading.batches import gather_batch
@@ -86,7 +86,9 @@ def losses_alone(run, batches, epochs, lr):
 
     model = run.load_reference()
     wide = [wider_copy(model)] if model and run.dtype in WIDER else []
-    return run.reference_values(curve, [model, *wide] if model else [])[0]
+    losses = run.reference_values(curve, [model, *wide] if model else [])[0]
+    refuse_not_finite(torch.cat(losses), lr)
+    return losses
 
 
 def losses_of_training(model, steps, validation, epochs, lr):

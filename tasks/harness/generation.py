@@ -29,10 +29,7 @@ def encode_prompts(run, prompts, new_tokens):
     for number, prompt in enumerate(prompts):
         tokens = [i % source.config.vocab_size for i in range(1, 6 + number)]
         if tokenizer:
-            try:
-                tokens = tokenizer(prompt)["input_ids"]
-            except (TypeError, UnicodeError):
-                raise UserError(f"--prompt {prompt!r}: not valid Unicode") from None
+            tokens = tokens_of(tokenizer, prompt, "--prompt")
         if not tokens or not prompt.strip():
             raise UserError("--prompt is empty: give at least one word")
         if len(tokens) + new_tokens > limit:
@@ -51,6 +48,14 @@ def encode_prompts(run, prompts, new_tokens):
     ids = torch.stack([F.pad(row, (length - len(row), 0)) for row in rows])
     mask = torch.stack([F.pad(row * 0 + 1, (length - len(row), 0)) for row in rows])
     return ids, mask
+
+
+def tokens_of(tokenizer, text, flag):
+    """Return the tokens of the text that a flag gives, a list."""
+    try:
+        return tokenizer(text)["input_ids"]
+    except (TypeError, UnicodeError):
+        raise UserError(f"{flag} {text!r}: not valid Unicode") from None
 
 
 def other_settings(settings):

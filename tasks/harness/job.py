@@ -395,9 +395,12 @@ class Run(Comparison):
 
 
 def in_lines(data, indent="\n"):
-    """Format data as JSON, with a line for each object that holds no other object."""
+    """Format data as JSON, with a line for each object that holds no other object.
+
+    JSON has no infinity and no NaN: they become null.
+    """
+    data = json.loads(json.dumps(data), parse_constant=lambda name: None)  # all keys are strings
     text = json.dumps(data)
-    data = json.loads(text)  # now all keys are strings
     if not isinstance(data, dict | list) or "{" not in text[1:]:
         return text
     inner = f"{indent} "

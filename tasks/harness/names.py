@@ -13,7 +13,7 @@ NAMES_BY_MODULE = {
     "wider": "WIDER wider_copy",
     "float64": "Rotary64",
     # Compare: a model's text, one step of it, several steps.
-    "generation": "check_continuation check_text encode_prompts hf_generate",
+    "generation": "check_continuation check_text encode_prompts hf_generate tokens_of",
     "model_checks": "check_overfitting compared_layers error_of_mean make_batch own_loss plain_loss"
     " number_of_parameters show_model train_on_batch",
     "sequence_checks": "check_attention show_sequence",

@@ -115,6 +115,8 @@ def supported_techniques(model, techniques):
 
     Raises ValueError for layers that cannot be taken apart, and as `check_by_token` does.
     """
+    if hasattr(model, "get_ring") or any(getattr(x, "slices", ()) for x in model.modules()):
+        raise ValueError("layers are taken apart with Ulysses or a ring: not with USP or slices")
     check_by_token(model)
     fewer = techniques
     # in_one: why attention takes all heads at once and is recomputed; kernel: why it is recomputed.
@@ -143,7 +145,8 @@ def supported_techniques(model, techniques):
         fewer = replace(fewer, backward="checkpoint")
     head = None
     if type(model.lm_head) is not nn.Linear or "RMSNorm" not in type(model.model.norm).__name__:
-        head, fewer = "the LM head or its norm has an adapter", replace(fewer, tiled_loss=False)
+        head = "the LM head or its norm is not the library's"
+        fewer = replace(fewer, tiled_loss=False)
     return fewer, None if fewer == techniques else in_one or kernel or head
 
 

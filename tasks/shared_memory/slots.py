@@ -73,7 +73,7 @@ class SharedMemory:
         self.pairs, self.given = LINE * size, LINE * (size + 2 * size * size)
         words = LINE * math.ceil((self.given + 2 * size * size) / LINE)
         sizes = [8 * words, 2 * size * SLOT, 2 * size * size * SLOT]
-        memory, self.name, file = common(store, rank, sum(sizes))
+        memory, self.name, file = common(store, rank, sum(sizes), timeout)
         self.words = memoryview(memory)[: sizes[0]].cast("q")
         if rank == 0:  # when all have come it removes its key: the next group must not find it
             self.wait_for_processes(self.ranks[1:])
@@ -324,12 +324,13 @@ def neighbourhood():
     return None
 
 
-def common(store, rank, nbytes):
+def common(store, rank, nbytes, timeout):
     """Return memory of zeros that rank 0 makes and all ranks of a group see; its name; its file.
 
     The file has no name in a folder: it goes when the last process that has it ends, however it
     ends, and the size of /dev/shm does not bound it. Only pages that were used take memory. The
-    other ranks open rank 0's file: it must stay open until they have.
+    other ranks open rank 0's file: it must stay open until they have. timeout: how long they wait
+    for it, a timedelta.
     """
     if (place := neighbourhood()) is None:
         raise RuntimeError(
@@ -341,6 +342,7 @@ def common(store, rank, nbytes):
         name = f"{place} {uuid.uuid4().hex} /proc/{os.getpid()}/fd/{file}"
         store.set("memory", name)
     else:
+        store.wait(["memory"], timeout)  # the store's own timeout is a shorter one
         name = store.get("memory").decode()
         theirs, _, path = name.rsplit(" ", 2)
         if theirs != place:

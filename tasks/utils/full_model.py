@@ -10,6 +10,7 @@ import hashlib
 import json
 import math
 import os
+import re
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -240,7 +241,7 @@ def save_pretrained(model, folder, max_shard_size="5GB", group=None):
     is gathered, written and forgotten before the next, so that no rank needs room for the model.
     Weights' files get their names at the end, when all are complete; settings are overwritten in
     place just before. If weights cannot be written, all earlier files are still there, and all
-    ranks raise OSError.
+    ranks raise OSError. Of a job that is killed while names are given, nothing can be loaded.
 
     Of a PEFT model only the adapter is written, by PEFT: virtual tokens, or, if the model's weights
     are full on each rank, any adapter. Raises ValueError for other adapters, and as `describe`
@@ -318,9 +319,13 @@ def write_all(model, folder, files, found, tensors):
             index = {"metadata": {"total_size": size}, "weight_map": where}
             written[INDEX].write_text(json.dumps(index, indent=2) + "\n")
         write_settings(model, folder, next(iter(found.values())).dtype)
-        for earlier in *folder.glob("model*.safetensors"), folder / INDEX:
-            if earlier.name not in written:  # an earlier model's: it would be read beside these
-                earlier.unlink(missing_ok=True)
+        # An earlier model's files would be read beside these. The index goes first, and a new one
+        # comes last: it never names files of two models.
+        (folder / INDEX).unlink(missing_ok=True)
+        for earlier in folder.iterdir():
+            is_of_model = re.fullmatch(r"model(-\d{5}-of-\d{5})?\.safetensors", earlier.name)
+            if is_of_model and earlier.name not in written:
+                earlier.unlink()
         for name, part in written.items():
             os.replace(part, folder / name)
     finally:

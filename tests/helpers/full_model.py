@@ -7,6 +7,7 @@ float64 or float32. WHAT: a function below; NAME: techniques, by default all tha
 """
 
 import copy
+import gc
 import json
 import math
 import shutil
@@ -42,12 +43,15 @@ from dtensor_llama import dtensor_parallelize
 from guards.agreement import CALLS, without_comparing
 from harness.float64 import compute_in_float64
 from harness.tolerance import LIMITS
+from kv_cache import choose_from_full_logits, generate
 from loading.models import from_pretrained
+from memory.long_sequence import Techniques, supported_techniques
 from pipeline_llama import keep_stage
 from pretrain_2d import forward_backward, parallelize_2d
 from ring_attention import Ring, ring_attention, ring_parallelize
 from tp_llama import tensor_parallelize, vocab_parallel_cross_entropy
 from tp_ulysses import parallelize_tp_sp
+from ulysses_finetune import shard_loss
 from ulysses_forward import causal_attention, sequence_parallelize, ulysses_attention
 from utils.full_model import clip_grad_norm_, full_state_dict, grad_norm, save_pretrained
 from utils.gradients import local_part
@@ -1117,11 +1121,52 @@ def of_dtensors(folder):
         assert isinstance(tensor, DTensor) or tensor.equal(full), f"{name}: a slice, unsaid"
         tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         assert tensor.equal(full), f"{name}: of the state"
+    mask, choose = torch.ones_like(IDS), choose_from_full_logits
+    expected = generate(whole, IDS, mask, 3, choose)
+    assert generate(model, IDS, mask, 3, choose, transformers.DynamicCache()).equal(expected)
     for one in whole, model:
         step(one, IDS)
     norm = torch.nn.utils.clip_grad_norm_(whole.parameters(), 1e-3)
     refused(partial(torch.nn.utils.clip_grad_norm_, model.parameters(), 1e-3), "utils.full_model")
     close(clip_grad_norm_(model, 1e-3), norm.double(), "DTensors: norm")
+
+
+def parts_of_losses(folder):
+    """Task 5's loss of a model on a mesh; what saves memory is not for slices, nor for USP."""
+    ids, techniques = IDS % (211 // P), Techniques(tile_tokens=5)  # words of the first rank alone
+    for shape, kind in ((1, P), "ulysses"), ((P, 1), "ulysses"), ((P, 1), "ring"), ((P, 1), "usp"):
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("sp", "tp"))
+        whole, _ = whole_loss(ids, ids)
+        model = parallelize_tp_sp(ordinary(), mesh, kind, ulysses=shape[0])
+        given = [None]
+        if shape[1] > 1 or kind == "usp":
+            refused(partial(shard_loss, model, ids, mesh["sp"], techniques), "USP or slices")
+        else:
+            techniques = supported_techniques(model, techniques)[0]
+            given.append(techniques)
+        for some in given:
+            model.zero_grad()
+            shard_loss(model, ids, mesh["sp"], some).backward()
+            sum_gradients(model.parameters(), mesh["sp"])
+            for name, parameter in model.named_parameters():
+                full = whole.get_parameter(name).grad
+                close(parameter.grad, full[shard_of(parameter)], f"{kind}, {shape}: {name}")
+
+
+def freed(folder):
+    """A split model goes with its last name, and needs no collector of cycles."""
+    for name, (split, step_of) in techniques(P).items():
+        model = split(ordinary())
+        if "2-D" in name or "FSDP2" in name:  # PyTorch's own, in cycles
+            continue
+        step_of(model, IDS)
+        gc.collect()
+        gc.disable()
+        parameters = {of: weakref.ref(p) for of, p in model.named_parameters()}
+        del model
+        left = [of for of, parameter in parameters.items() if parameter() is not None]
+        gc.enable()
+        assert not left, f"{name}: {left}"
 
 
 def wrong_use(folder):
