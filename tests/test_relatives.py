@@ -88,9 +88,8 @@ def test_clipped_and_saved(kind, nproc, folder_of, tmp_path):
 
 BUGS = {
     "a head's norm has its own rank's gradient": (
-        "tp_llama", "utils/head_norms.py",
-        "copy_to_region(weight, self.get_group()) if self.is_running else weight", "weight",
-        "qwen3",
+        "tp_llama", "utils/shards.py", 'copy_to_region(self._parameters["weight"], '
+        "self.get_group())", 'self._parameters["weight"]', "qwen3",
     ),
     "heads without their norm, in parts": (
         "ulysses_finetune", "memory/long_sequence.py", 'hasattr(attention, "q_norm")', "False",

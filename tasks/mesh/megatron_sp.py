@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from utils.collectives import all_gather, all_reduce
-from utils.head_norms import HeadNorm
+from utils.shards import HeadNorm
 
 
 def all_gather_tokens(x, group):

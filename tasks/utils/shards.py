@@ -106,10 +106,21 @@ class ReplicatedKVLinear(nn.Linear):
         return copy_to_region(self.weight, group), bias
 
 
+class HeadNorm:
+    """A norm of each head by itself (Qwen3's), whose weight, (D,), all ranks have.
+
+    A rank's norm has seen only the rank's own heads. So f is applied to the weight, wherever the
+    norm reads it: the weight's gradient is summed over `get_group()`, the ranks that split heads.
+    (So `norm.weight` is not the parameter itself, which `named_parameters()` has.)
+    """
+
+    @property
+    def weight(self):
+        return copy_to_region(self._parameters["weight"], self.get_group())
+
+
 def sum_head_norm_grads(model, group):
     """Turn a model's norms of heads, if any, into `HeadNorm`s. group: of ranks that split heads."""
-    from utils.head_norms import HeadNorm
-
     if group.size() == 1:
         return
     for layer in model.model.layers:
