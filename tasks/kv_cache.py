@@ -253,7 +253,7 @@ def check_generation(run, name, model, choose, prompts, count, expected, referen
     (ids, mask), config = prompts, run.source.config
     length = ids.shape[1] + count
     first, stop = local_kv_heads(run)
-    caches, results = {}, {}
+    caches, rooms, results = {}, {}, {}
 
     def by_loop(cache):
         return generate(model, ids, mask, count, choose, cache)
@@ -277,6 +277,7 @@ def check_generation(run, name, model, choose, prompts, count, expected, referen
         tokens = results[how] = function(cache)
         if cache is not None:
             caches[how] = cache
+            rooms[how] = length if cache_type == "static" else length - 1
         by = f" by {name}, {how}"
         harness.check_text(run, tokens, expected, references, mask, by, show=how == "cached")
 
@@ -302,14 +303,16 @@ def check_generation(run, name, model, choose, prompts, count, expected, referen
     run.show("outputs", full[0][0], logits)
     run.check(f"{name}, cached keys and values, slices of the whole")
     run.check(f"{name}, cached logits")
-    size = sum(x.nbytes for x in local)
-    formula = 2 * config.num_hidden_layers * len(ids) * S * (stop - first) * D * local[0].itemsize
+
+    sizes = {how: sum(x.nbytes for x in contents(cache)) for how, cache in caches.items()}
+    token = 2 * config.num_hidden_layers * len(ids) * (stop - first) * D * run.dtype.itemsize
     run.print_in_order(
-        f"cache of {len(ids)} x {S} tokens: {size} bytes, 2 L B S k D e = {formula}, "
+        f"cache of {len(ids)} x {S} tokens: {sizes['cached']} bytes, 2 L B S k D e = {S * token}, "
         f"k = {stop - first} of {config.num_key_value_heads} KV heads (rank={run.rank})"
     )
-    run.check(f"{name}, bytes cached", [(torch.tensor(size), torch.tensor(formula))], tolerance=0.0)
-    run.results[f"{key(name)}_cache_bytes"] = size
+    pairs = [(torch.tensor(sizes[how]), torch.tensor(rooms[how] * token)) for how in caches]
+    run.check(f"{name}, bytes cached", pairs, tolerance=0.0)
+    run.results[f"{key(name)}_cache_bytes"] = sizes["cached"]
 
 
 def local_kv_heads(run):

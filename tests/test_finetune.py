@@ -247,7 +247,8 @@ def test_killed_ranks(kills, undisturbed, tmp_path):
     """SIGKILL of a rank, once or twice; the restarts end at the undisturbed run's bits."""
     (place, folder, record), path = undisturbed, tmp_path / "record.json"
     step = "        loss = forward_backward(model, batches(i), norms=norms)\n"
-    pause = f"        __import__('time').sleep({place is NCCL})\n"  # a GPU's steps are short
+    # Longer than `act` may wait: on a fast machine nobody would be left to kill.
+    pause = f"        __import__('time').sleep({1 if place is NCCL else 0.3})\n"
     plant(tmp_path, SCRIPT.name, step, pause + step)
     chance, state = random.Random(0), {"kills": 0, "seen": 0}
 
@@ -316,6 +317,19 @@ def trained(tmp_path_factory):
     result, _ = finetune(folder, *args)
     assert result.code == 0, result.tail()
     return folder / "out"
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [("parameters[rest].data.copy_(tensor)", "pass"), ('{"state": state,', '{"state": {},')],
+)
+def test_state_that_is_not_restored(edit, trained, tmp_path):
+    """Neither parameters nor Adam's states are left out in silence."""
+    folder = shutil.copytree(trained, tmp_path / "out")
+    plant(tmp_path, "checkpoint.py", *edit)
+    args = ["--steps", 6, "--output-dir", folder, "--resume"]
+    result, _ = finetune(tmp_path, *args, script=tmp_path / SCRIPT.name)
+    assert result.code == 1 and "FAILED state as it was saved" in result.out, result.tail()
 
 
 def flip(path):

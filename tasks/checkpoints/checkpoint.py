@@ -141,6 +141,10 @@ class Checkpoints:
         names = run.broadcast(list(tensors))
         tensors = {name: run.broadcast(tensors.get(name)) for name in names}
         load_state(tensors, parameters, optimizer)
+        now = state_of(parameters, optimizer)
+        saved = {name: x for name, x in tensors.items() if name not in self.generators}
+        pairs = [(now.get(name, torch.zeros_like(x)).to(x.device), x) for name, x in saved.items()]
+        run.check("state as it was saved", pairs, tolerance=0.0)
         if record["world_size"] == run.world_size:
             for name, generator in self.generators.items():
                 if name in tensors:
@@ -168,10 +172,7 @@ class Checkpoints:
         }
         if run.rank:
             return
-        for name, parameter in parameters.items():
-            tensors[f"parameter.{name}"] = parameter
-            for key, value in optimizer.state[parameter].items():
-                tensors[f"optimizer.{key}.{name}"] = value
+        tensors |= state_of(parameters, optimizer)
         record = {"same": self.same, "losses": losses, "world_size": run.world_size}
         try:
             self.claim.check()
@@ -190,6 +191,16 @@ class Checkpoints:
         how = how or "nothing saved: no --output-dir"
         self.run.print0(f"interrupted after {steps} steps; {how}")
         self.run.exit(130)
+
+
+def state_of(parameters, optimizer):
+    """Return {name in a checkpoint: tensor} of parameters and of the optimizer's state of them."""
+    tensors = {}
+    for name, parameter in parameters.items():
+        tensors[f"parameter.{name}"] = parameter.detach()
+        for key, value in optimizer.state.get(parameter, {}).items():
+            tensors[f"optimizer.{key}.{name}"] = value
+    return tensors
 
 
 def load_state(tensors, parameters, optimizer):

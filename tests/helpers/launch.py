@@ -270,4 +270,4 @@ def ranks(
     code = failed[0] if failed else 0
     if ended["late"] and not failed:
         code, err = 1, err + f"\nTIMEOUT: killed after {timeout} s"
-    return Result(code, out, err, time.monotonic() - begin, [])
+    return Result(code, out, err, time.monotonic() - begin, ended["survivors"])

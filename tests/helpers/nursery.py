@@ -9,6 +9,7 @@ them and prints how they ended. CUDA must not be touched before a fork, for then
 it: the mother looks at no GPU, and checks that no import has.
 """
 
+import ctypes
 import gc
 import importlib.util
 import json
@@ -28,6 +29,7 @@ PRELOADED = [
 ]  # fmt: skip
 TOUCHED = "an import has started CUDA: no rank could use it"
 GRACE_S = 0.2  # in which the other ranks tell their part, once one has failed
+LEFT_S = 3.0  # in which what ranks have started must end, after them
 STACKS_S = 1.0  # in which ranks that took too long print where they stand (see `harness.job`)
 
 
@@ -76,11 +78,13 @@ def look_after(job, mother):
 
 
 def run(path, words, environments, folder, timeout, mother):
-    """One job: its ranks' exit codes (None where it had to be killed) and CPU seconds.
+    """One job: its ranks' exit codes (None where it had to be killed), CPU seconds, survivors.
 
     Ranks that are late print their stacks before they are killed. If the mother ends, so do they.
     """
     begin = time.monotonic()
+    if sys.platform == "linux":  # what outlives the rank that started it becomes a child of this
+        ctypes.CDLL(None).prctl(36, 1)  # 36 = PR_SET_CHILD_SUBREAPER
     living, codes, cpu_s = {}, [None] * len(words), 0.0
     for rank, (of_rank, environment) in enumerate(zip(words, environments, strict=True)):
         living[fork(path, of_rank, environment, f"{folder}/rank{rank}")] = rank
@@ -88,6 +92,8 @@ def run(path, words, environments, folder, timeout, mother):
     while living:
         process, status, usage = os.wait4(-1, 0 if killed else os.WNOHANG)
         now = time.monotonic()
+        if process and process not in living:
+            continue  # a rank had started it
         if process:
             code, rank = os.waitstatus_to_exitcode(status), living.pop(process)
             cpu_s += usage.ru_utime + usage.ru_stime
@@ -104,7 +110,34 @@ def run(path, words, environments, folder, timeout, mother):
                 time.sleep(STACKS_S)
             for process in living:
                 os.kill(process, signal.SIGKILL)
-    return {"codes": codes, "cpu_s": cpu_s, "late": killed}
+    return {"codes": codes, "cpu_s": cpu_s, "late": killed, "survivors": end_others()}
+
+
+def end_others():
+    """Wait for what the ranks have started, and kill what lives on; return these processes."""
+    import psutil
+
+    until, this = time.monotonic() + LEFT_S, psutil.Process()
+    while True:
+        others = [one for one in this.children(recursive=True) if not has_ended(one)]
+        if not others:
+            return []
+        if time.monotonic() > until:
+            break
+        time.sleep(0.01)
+    said = [f"{one.pid} {one.name()}" for one in others]
+    for one in others:
+        one.kill()
+    return said
+
+
+def has_ended(process):
+    import psutil
+
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def start(path):
