@@ -145,10 +145,14 @@ def dtensor_parallelize(model, mesh, plan=PLAN):
     full; if `labels` are given, `output.logits` stays a DTensor, split over the vocabulary (see
     `split_loss`). The model may also be on the meta device. Raises UserError for more ranks than
     query heads, for ranks that would have no vocabulary entries, and for a plan that names modules
-    that the model does not have; ValueError for a model that is split already.
+    that the model does not have; ValueError for a model that is split already, and for a
+    mesh whose ranks do not ascend.
     Source: torch.distributed.tensor.parallel; Megatron-LM, arXiv 1909.08053, section 3.
     """
     group_of_axis(mesh)  # raises for a mesh of several
+    from guards.refusals import refuse_order
+
+    refuse_order(mesh)
     refuse_on_slices(model)
     ranks, config = mesh.size(), model.config
     guard_dropout(model, ranks)

@@ -158,12 +158,16 @@ def parallelize_2d(model, mesh, replicate=False):
     DTensors, split over the vocabulary. That forward raises ValueError as `prepare_full_sequence`
     does, and for labels, which `forward_backward` takes.
     Raises UserError for ranks along tp without query heads or vocabulary entries, ValueError for a
-    model that is split already, or has norms of heads or, with tp > 1, a sliding window.
+    model that is split already, or has norms of heads or, with tp > 1, a sliding window, and for
+    ranks that do not ascend along an axis.
     """
     if window_of(model.config) and mesh["tp"].size() > 1:
         raise ValueError("a sliding window: not in this plan, whose layers get no mask")
     if HEAD_NORMS & dict(model.model.layers[0].self_attn.named_children()).keys():
         raise ValueError("norms of heads: not in this plan, whose parameters are all DTensors")
+    from guards.refusals import refuse_order
+
+    refuse_order(mesh)
     refuse_on_slices(model)
     guard_dropout(model, mesh["tp"].size())
     expect_same_batches(model, mesh["tp"].get_group())

@@ -88,6 +88,7 @@ def test_killed_between_two_renames(before, after, tmp_path, monkeypatch):
         "of_dtensors",
         "parts_of_losses",
         "freed",
+        "edges",
         pytest.param("on_two_axes", marks=STRESS),
     ],
 )

@@ -61,7 +61,7 @@ def tiled(logits, targets):
     norm = nn.Identity()
     norm.weight = torch.ones(1)
     hidden = torch.eye(TOKENS, dtype=logits.dtype).view(1, TOKENS, TOKENS).requires_grad_()
-    return TiledLoss.apply(hidden, targets[None], norm, 7, norm.weight, logits.T)
+    return TiledLoss.apply(hidden, targets[None], norm, 7, True, norm.weight, logits.T)
 
 
 def split(ranks, logits, targets):

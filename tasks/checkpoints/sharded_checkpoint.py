@@ -233,7 +233,9 @@ def read_state(path, model, optimizer, parts, states):
         optimizer.state.pop(parameter, None)  # states of steps taken before do not count
         device = parameter.device if parameter in on_device else torch.device("cpu")
         if keys or numbers:
-            state = {key: torch.tensor(value, device=device) for key, value in numbers.items()}
+            # As PyTorch makes Adam's step: in bfloat16 it could not count beyond 256.
+            wide = torch.promote_types(torch.get_default_dtype(), torch.float32)
+            state = {k: torch.tensor(x, dtype=wide, device=device) for k, x in numbers.items()}
             optimizer.state[parameter] = state
         for key in "parameter", *keys:
             values = read_region(path, f"{key}.{name}", parts[name], shard_of(parameter))
@@ -260,17 +262,24 @@ def read_region(path, key, parts, region):
         if all(first < stop for first, stop in both):
             there = [slice(a - m[0], b - m[0]) for (a, b), m in zip(both, theirs, strict=True)]
             here = [slice(a - m.start, b - m.start) for (a, b), m in zip(both, region, strict=True)]
-            try:
-                with safe_open(path / f"rank{rank}.safetensors", "pt") as file:
-                    piece = file.get_slice(key)[tuple(there)]
-            except Exception as error:  # safetensors has errors of its own
-                raise OSError(f"{path}: {key}: {error}") from error
+            piece = read_piece(path, rank, key, tuple(there))
             result = piece.new_empty(shape) if result is None else result
             result[tuple(here)] = piece
             left -= piece.numel()
     if left:
         raise OSError(f"{path}: {key}: not all of it is there")
-    return torch.empty(shape) if result is None else result
+    if result is None:  # an empty region: the first part tells the dtype
+        result = read_piece(path, parts[0][0], key, slice(0, 0)).new_empty(shape)
+    return result
+
+
+def read_piece(path, rank, key, place):
+    """Read a slice, or a tuple of slices, of a tensor that a rank has written."""
+    try:
+        with safe_open(path / f"rank{rank}.safetensors", "pt") as file:
+            return file.get_slice(key)[place]
+    except Exception as error:  # safetensors has errors of its own
+        raise OSError(f"{path}: {key}: {error}") from error
 
 
 # ---------------------------------------------------------------- in a program of one's own

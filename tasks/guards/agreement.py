@@ -104,7 +104,8 @@ def share_batches(model):
         model.row_at_split = first_row(model.model.layers[0].mlp.down_proj.weight)
         for part in model, model.model:  # PEFT, or a user, may call only one of them with its hooks
             part.register_forward_pre_hook(BatchGuard(model, check_forward), with_kwargs=True)
-    model.model.batch_groups = model.batch_groups  # DDP may get this part alone
+    # DDP may get this part alone, and so may a user.
+    model.model.batch_groups, model.model.row_at_split = model.batch_groups, model.row_at_split
     record_of(model)
 
 
@@ -197,7 +198,8 @@ def hash_of_start(model):
 
     If this rank's part of `row_at_split` has changed, weights were loaded after the split.
     """
-    weight, row = model.model.layers[0].mlp.down_proj.weight, model.row_at_split
+    layers = getattr(model, "model", model).layers  # of a model, or of the part that is left of it
+    weight, row = layers[0].mlp.down_proj.weight, model.row_at_split
     if row is None or weight.is_meta or weight.dim() != 2:
         return math.nan
     (rows, columns), local = shard_of(weight), local_part(weight.detach())
@@ -311,11 +313,12 @@ def note(parameters, before, clips=1.0):
     for model, record in SHARING_BATCHES.items():
         if not hasattr(model, "sequence_parts"):
             continue
-        ranks = {*dist.get_process_group_ranks(model.get_group())}
+        # FSDP1 shows its parts, of other shapes; FSDP2 has DTensors, and sums by itself.
         for name, p in with_prompt(model).items():
-            # FSDP1 shows its parts, of other shapes; FSDP2 has DTensors, and sums by itself.
-            seen = id(p) in known and p.shape == record.shapes.get(name)
-            if seen and len(ranks_in_mesh(p, ranks)) < 2:
+            if id(p) not in known or p.shape != record.shapes.get(name):
+                continue
+            ranks = {*dist.get_process_group_ranks(model.get_group())}
+            if len(ranks_in_mesh(p, ranks)) < 2:
                 record.noted[before][name] = norm_of(p) / clips
 
 
@@ -354,11 +357,11 @@ def ranks_that_split(parameters, group):
     known = {id(parameter) for parameter in parameters}
     ranks = {*dist.get_process_group_ranks(group)}
     for model in SHARING_BATCHES:
+        if known.isdisjoint(map(id, model.parameters())):
+            continue
         for other in (get_group() for get_group in model.batch_groups):
             both = sorted(ranks & {*dist.get_process_group_ranks(other)})
-            if len(both) < 2 or splits_tokens(model, other):
-                continue
-            if not known.isdisjoint(map(id, model.parameters())):
+            if len(both) > 1 and not splits_tokens(model, other):
                 return both
     return []
 

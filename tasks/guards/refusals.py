@@ -46,6 +46,16 @@ def check_ordinary(model):
         raise ValueError("weights are DTensors already: split the plain model")
 
 
+def refuse_order(mesh):
+    """Raise ValueError where ranks do not ascend along an axis: DTensor would deal out wrongly.
+
+    It takes a shard's place from the mesh, and gathers in the order of the group, which is sorted.
+    """
+    for axis in range(mesh.ndim):
+        if (mesh.mesh.diff(dim=axis) <= 0).any():
+            raise ValueError(f"a mesh of ranks {mesh.mesh.tolist()}: DTensor wants them ascending")
+
+
 def check_parts(name, module, parts, more=frozenset()):
     """Raise ValueError for a module that lacks some `parts`, or has any but these and `more`."""
     found = dict(module.named_children()).keys()

@@ -52,7 +52,8 @@ def patch_with_check(owner, name, check):
     def checked(*args, **kwargs):
         given = signature.bind(*args, **kwargs)
         for key, value in given.arguments.items():
-            if isinstance(value, Iterator):  # which the check would use up
+            # The check would use it up. (Other iterators, such as a streamer of text, may wait.)
+            if key in ("parameters", "tensors") and isinstance(value, Iterator):
                 given.arguments[key] = list(value)
         check(given.arguments)
         return original(*given.args, **given.kwargs)
@@ -99,7 +100,8 @@ def guard_training(model):
     """Let PyTorch, from now on, refuse what would train slices wrongly. model: not split yet."""
     patch_with_check(nn.utils, "get_total_norm", check_total_norm)  # clip_grad_norm_ calls it
     patch_with_check(torch.amp.GradScaler, "unscale_", check_grad_scaler)
-    SPLIT_MODELS.add(model)
+    patch_with_check(torch.amp.GradScaler, "step", check_grad_scaler)  # fused steps unscale, too
+    SPLIT_MODELS.update([model, model.model])  # a user may keep this part alone
     BEFORE_SPLIT.update({id(parameter): parameter for parameter in model.parameters()})
     guard_optimizers()
 
@@ -171,7 +173,7 @@ def check_total_norm(given):
 
 
 def check_grad_scaler(given):
-    """Raise ValueError for slices. given: the arguments of PyTorch's `GradScaler.unscale_`.
+    """Raise ValueError for slices. given: the arguments of PyTorch's `GradScaler.unscale_` or step.
 
     A rank whose own slices overflow would leave out the step, and the ranks would drift apart.
     """

@@ -95,9 +95,10 @@ def sequence_loss(model, embeddings, targets, length, mesh, techniques, position
             return sum_of_losses(head(norm(hidden)), targets)
         size = hidden.element_size()  # half types have a float32 copy, too
         tile = techniques.tile(head.weight.shape[0], size if size > 2 else size + 4)
-        return TiledLoss.apply(hidden, targets, norm, tile, norm.weight, head.weight)
+        weights = norm.weight, head.weight
+        return TiledLoss.apply(hidden, targets, norm, tile, torch.is_grad_enabled(), *weights)
 
-    if techniques.backward == "saved-outputs":
+    if techniques.backward == "saved-outputs" and torch.is_grad_enabled():
         last = [p for p in (*norm.parameters(), *head.parameters()) if p.requires_grad]
         total = SavedOutputs.apply(embeddings(), stack, loss_of, *stack.parameters, *last)
     else:
@@ -144,8 +145,9 @@ def supported_techniques(model, techniques):
     if fewer.backward in ("saved-outputs", "selective") and (in_one or kernel):
         fewer = replace(fewer, backward="checkpoint")
     head = None
-    if type(model.lm_head) is not nn.Linear or "RMSNorm" not in type(model.model.norm).__name__:
-        head = "the LM head or its norm is not the library's"
+    plain = type(model.lm_head) is nn.Linear and model.lm_head.bias is None
+    if not plain or "RMSNorm" not in type(model.model.norm).__name__:
+        head = "the LM head has a bias, or it or its norm is not the library's"
         fewer = replace(fewer, tiled_loss=False)
     return fewer, None if fewer == techniques else in_one or kernel or head
 

@@ -18,17 +18,20 @@ class TiledLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, targets, norm, tile, norm_weight, head_weight):
-        """x (B, S, H), targets (B, S) -> the sum of losses, in float32 at least."""
+    def forward(ctx, x, targets, norm, tile, trains, norm_weight, head_weight):
+        """x (B, S, H), targets (B, S) -> the sum of losses, in float32 at least.
+
+        trains: whether gradients are enabled where this is called. (Inside they never are.)
+        """
         wide = torch.promote_types(x.dtype, torch.float32)
         dx, loss = torch.empty_like(x), torch.zeros((), dtype=wide, device=x.device)
-        train_norm, train_head = ctx.needs_input_grad[4:]
+        train_norm, train_head = ctx.needs_input_grad[5:]
         dnorm = torch.zeros_like(norm_weight, dtype=wide) if train_norm else None
         dhead = torch.zeros_like(head_weight, dtype=wide) if train_head else None
         flat, out, targets = x.flatten(0, 1), dx.view(-1, x.shape[-1]), targets.flatten()
         for rows in tiles(len(flat), tile):
-            with torch.enable_grad():
-                h = flat[rows].detach().requires_grad_()
+            with torch.set_grad_enabled(trains):
+                h = flat[rows].detach().requires_grad_(trains)
                 normed = norm(h)
             n, valid = normed.detach(), (targets[rows] != -100).to(wide)[:, None]
             target = targets[rows].masked_fill(valid[:, 0] == 0, 0)[:, None]
@@ -36,6 +39,8 @@ class TiledLoss(torch.autograd.Function):
             chosen, largest = logits.gather(1, target), logits.amax(1, keepdim=True)
             total = logits.sub_(largest).exp_().sum(1, keepdim=True)
             loss += (valid * (total.log() - (chosen - largest))).sum()
+            if not trains:
+                continue
             logits.mul_(valid / total).scatter_add_(1, target, -valid)  # d loss / d logits
             dlogits = logits.to(x.dtype)
             if train_head:
@@ -53,7 +58,7 @@ class TiledLoss(torch.autograd.Function):
     def backward(ctx, grad):
         dx, dnorm, dhead = (g if g is None else g.mul_(grad) for g in ctx.gradients)
         ctx.gradients = None  # a second backward is an error
-        return dx, None, None, None, dnorm, dhead
+        return dx, None, None, None, None, dnorm, dhead
 
 
 def tiles(length, size):

@@ -27,7 +27,7 @@ from utils.shards import full_shape_of, shard_of
 
 
 def parameters_of(model):
-    """Return {name: parameter}, by the names that the model has without torch.compile's wrappers.
+    """Return {name: parameter}, by the names that the model has without PyTorch's wrappers.
 
     First reshards FSDP2's modules: a forward without a backward leaves the root's parameters full.
     Raises ValueError as `refuse_lost_slices` does.
@@ -38,7 +38,8 @@ def parameters_of(model):
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-    return {name.replace("_orig_mod.", ""): p for name, p in model.named_parameters()}
+    of_wrappers = r"_orig_mod\.|_checkpoint_wrapped_module\."  # torch.compile, checkpoint_wrapper
+    return {re.sub(of_wrappers, "", name): p for name, p in model.named_parameters()}
 
 
 def rank_in(group):
@@ -84,7 +85,8 @@ def grad_norm(model, group=None):
     named = parameters_of(model).items()
     counted = [(name, p) for name, p in named if p.requires_grad or p.grad is not None]
     norms = {name_of_part(name, p): norm_of(p) for name, p in counted}
-    device = counted[0][1].device if counted else torch.device("cpu")
+    # (Of a pipeline's stage that trains nothing, too: others gather by its device's collectives.)
+    device = next((p.device for _, p in named), torch.device("cpu"))
     first = {}  # {part: its norm on the first rank that has this part}
     for table in gather_tables(norms, device, group):
         for part, norm in table:

@@ -34,7 +34,7 @@ def new_gradients(tensors):
     So a sum over ranks, inside, is a sum of new gradients alone. Those set aside are gradients of
     earlier microbatches, which are summed already.
     """
-    earlier = [(tensor, tensor.grad) for tensor in tensors]
+    earlier = [(tensor, tensor.grad) for tensor in dict.fromkeys(tensors)]
     for tensor, _ in earlier:
         tensor.grad = None
     try:

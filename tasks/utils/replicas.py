@@ -33,7 +33,8 @@ def sum_gradients(tensors, mesh, bucket_bytes=2**25):
     group = group_of_axis(mesh)
     if group.size() == 1:
         return
-    tensors = [tensor for tensor in tensors if tensor.grad is not None]
+    # (A tied weight may be given twice.)
+    tensors = [tensor for tensor in dict.fromkeys(tensors) if tensor.grad is not None]
     check_mesh(tensors, group)
     check_sum(tensors, group)
     ranks = tuple(dist.get_process_group_ranks(group))

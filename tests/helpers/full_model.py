@@ -22,7 +22,8 @@ import torch.distributed as dist
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -37,7 +38,11 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 sys.path.insert(0, sys.argv[1])
 
 import tp_llama
-from checkpoints.sharded_checkpoint import load_training_state, save_training_state
+from checkpoints.sharded_checkpoint import (
+    load_training_state,
+    read_region,
+    save_training_state,
+)
 from data_parallel import shard_fully
 from dtensor_llama import dtensor_parallelize
 from guards.agreement import CALLS, without_comparing
@@ -54,7 +59,7 @@ from tp_ulysses import parallelize_tp_sp
 from ulysses_finetune import shard_loss
 from ulysses_forward import causal_attention, sequence_parallelize, ulysses_attention
 from utils.full_model import clip_grad_norm_, full_state_dict, grad_norm, save_pretrained
-from utils.gradients import local_part
+from utils.gradients import local_part, new_gradients
 from utils.kernels import ATTENTION_OPS
 from utils.partition import shard_range
 from utils.replicas import sum_gradients
@@ -1169,6 +1174,97 @@ def freed(folder):
         assert not left, f"{name}: {left}"
 
 
+class Streamer:
+    """Takes tokens, as a TextIteratorStreamer does; to iterate over it would wait for them."""
+
+    def put(self, ids):
+        self.last = ids
+
+    def end(self):
+        self.ended = True
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        raise AssertionError("nobody but its owner may wait for what it streams")
+
+
+def edges(folder):
+    """What programs do now and then: parts of models, wrappers, streams, groups that are gone."""
+    mesh = init_device_mesh("cpu", (P,), mesh_dim_names=("one",))
+    refused(partial(dtensor_parallelize, ordinary(), DeviceMesh("cpu", [1, 0])), "ascending")
+    lm, whole = ordinary(), ordinary()
+    tensor_parallelize(lm, mesh)
+    backbone = lm.model
+    del lm
+    optimizer = torch.optim.SGD(backbone.parameters(), 0.1)
+    expected = whole.model(IDS).last_hidden_state
+    for _ in range(2):
+        found = backbone(IDS).last_hidden_state
+        close(found, expected, "a backbone alone")
+        found.sum().backward()
+        optimizer.step()
+        expected.sum().backward()
+        torch.optim.SGD(whole.parameters(), 0.1).step()
+        expected = whole.model(IDS).last_hidden_state
+        optimizer.zero_grad()
+        whole.zero_grad()
+
+    streamer, whole = Streamer(), ordinary()
+    ids = whole.generate(IDS[:1], max_new_tokens=2, do_sample=False, streamer=streamer)
+    assert streamer.ended and streamer.last.equal(ids[0, -1:])
+
+    model, (whole, loss) = sequence_parallelize(ordinary(), mesh), whole_loss(IDS, IDS)
+    step(model, IDS)
+    sum_gradients([*model.parameters(), *model.model.parameters()], mesh, bucket_bytes=1)
+    for name, parameter in model.named_parameters():
+        close(parameter.grad, whole.get_parameter(name).grad, f"given twice: {name}")
+    parameter = model.model.norm.weight
+    grad = parameter.grad.clone()
+    with new_gradients([parameter, parameter]):
+        parameter.grad = grad.clone()
+    close(parameter.grad, 2 * grad, "set aside twice")
+    for backward in "saved-outputs", "selective", "checkpoint", "plain":
+        techniques = supported_techniques(model, Techniques(backward, tile_tokens=5))[0]
+        for quiet in torch.inference_mode, torch.no_grad:
+            with quiet():
+                parts = shard_loss(model, IDS, mesh, techniques)
+                dist.all_reduce(parts)
+                close(parts, loss, f"{backward} in {quiet.__name__}")
+    model.lm_head.bias = nn.Parameter(torch.ones(211, dtype=DTYPE))
+    assert not supported_techniques(model, Techniques())[0].tiled_loss
+
+    model = sequence_parallelize(ordinary(), mesh)
+    for number, layer in enumerate(model.model.layers):
+        model.model.layers[number] = checkpoint_wrapper(layer)
+    save_pretrained(model, folder)
+    dist.barrier()
+    names = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)[1]
+    assert not any(names.values()), names
+
+    model, default = ordinary(), torch.get_default_dtype()
+    optimizer = torch.optim.AdamW(model.parameters())
+    step(model, IDS)
+    optimizer.step()
+    save_training_state(model, optimizer, folder / "state", 1)
+    torch.set_default_dtype(torch.bfloat16)
+    load_training_state(model, optimizer, folder / "state")
+    torch.set_default_dtype(default)
+    (kind,) = {state["step"].dtype for state in optimizer.state.values()}
+    assert kind == torch.float32, kind
+    (path,), key = folder.glob("state/step-*"), "parameter.model.norm.weight"
+    assert read_region(path, key, [[0, [[0, 42]]]], [slice(42, 42)]).dtype == DTYPE
+
+    group = dist.new_group(range(P))
+    model = sequence_parallelize(ordinary(), DeviceMesh.from_group(group, "cpu"))
+    step(model, IDS)
+    dist.destroy_process_group(group)
+    step(whole, IDS)
+    torch.nn.utils.clip_grad_norm_(whole.parameters(), 1.0)
+    torch.optim.SGD(whole.parameters(), 0.1).step()
+
+
 def wrong_use(folder):
     """What would be silently wrong on slices is an error."""
     mesh = init_device_mesh("cpu", (P,), mesh_dim_names=("tp",))
@@ -1188,6 +1284,7 @@ def wrong_use(folder):
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(torch.ones(()))
     refused(partial(scaler.step, optimizer), "GradScaler")
+    refused(partial(scaler.step, torch.optim.AdamW(model.parameters(), fused=True)), "GradScaler")
     torch.amp.GradScaler("cpu", enabled=False).step(optimizer)
     nothing = folder / "nothing"
     if RANK == 0:
