@@ -22,7 +22,6 @@ import torch.distributed as dist
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -1237,7 +1236,9 @@ def edges(folder):
 
     model = sequence_parallelize(ordinary(), mesh)
     for number, layer in enumerate(model.model.layers):
-        model.model.layers[number] = checkpoint_wrapper(layer)
+        wrapper = nn.Module()  # PyTorch's checkpoint_wrapper has the layer by this name
+        wrapper._checkpoint_wrapped_module = layer
+        model.model.layers[number] = wrapper
     save_pretrained(model, folder)
     dist.barrier()
     names = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)[1]
