@@ -501,8 +501,11 @@ def test_threads_refuse(flags, nproc, message, tmp_path):
 @pytest.mark.skipif(sys.platform != "linux", reason="only there can a process's memory be limited")
 @pytest.mark.parametrize("nproc", [1, pytest.param(2, marks=pytest.mark.stress)])  # README has it
 def test_a_model_that_does_not_fit(nproc, tmp_path):
-    """Weights, gradients and Adam's states take 0.36 GiB: more than one rank has, not than two."""
-    args = ["--model", "random/small", "--memory-budget", 0.33]
+    """Weights, gradients and Adam's states take 0.36 GiB, and logits more: one rank has no room.
+
+    Two have, wherever the layers' measured times divide them.
+    """
+    args = ["--model", "random/small", "--memory-budget", 0.4]
     file = launch.TASKS / "pipeline_llama.py"
     result = launch.ranks(file, *args, nproc=nproc, folder=tmp_path)
     if nproc == 1:

@@ -387,7 +387,7 @@ def test_it_learns(tmp_path):
     path = tmp_path / "record.json"
     args = ["--dp", 2, "--steps", 300, "--batch-size", 24, "--seq-len", 96, "--lr", 4e-3]
     args += ["--num-documents", 4000, "--warm-up", 30, "--output-dir", tmp_path / "out"]
-    result = launch.ranks(FILE, *args, "--json", path, nproc=2, folder=tmp_path, timeout=900)
+    result = launch.ranks(FILE, *args, "--json", path, nproc=2, folder=tmp_path, timeout=1800)
     assert result.code == 0, result.tail()
     learnt = json.loads(path.read_text())["results"]
     assert learnt["held_out_loss"] < 0.6 * learnt["bigram_loss"], learnt
