@@ -253,7 +253,8 @@ def check_generation(run, name, model, choose, prompts, count, expected, referen
     (ids, mask), config = prompts, run.source.config
     length = ids.shape[1] + count
     first, stop = local_kv_heads(run)
-    caches, rooms, results = {}, {}, {}
+    caches, results = {}, {}
+    sizes = {}  # {how: (bytes of its cache, tokens that it has room for)}
 
     def by_loop(cache):
         return generate(model, ids, mask, count, choose, cache)
@@ -276,8 +277,8 @@ def check_generation(run, name, model, choose, prompts, count, expected, referen
         cache = make_cache(cache_type, model, stop - first, len(ids), length)
         tokens = results[how] = function(cache)
         if cache is not None:
-            caches[how] = cache
-            rooms[how] = length if cache_type == "static" else length - 1
+            room = length if cache_type == "static" else length - 1
+            caches[how], sizes[how] = cache, (sum(x.nbytes for x in contents(cache)), room)
         by = f" by {name}, {how}"
         harness.check_text(run, tokens, expected, references, mask, by, show=how == "cached")
 
@@ -303,16 +304,15 @@ def check_generation(run, name, model, choose, prompts, count, expected, referen
     run.show("outputs", full[0][0], logits)
     run.check(f"{name}, cached keys and values, slices of the whole")
     run.check(f"{name}, cached logits")
-
-    sizes = {how: sum(x.nbytes for x in contents(cache)) for how, cache in caches.items()}
     token = 2 * config.num_hidden_layers * len(ids) * (stop - first) * D * run.dtype.itemsize
     run.print_in_order(
-        f"cache of {len(ids)} x {S} tokens: {sizes['cached']} bytes, 2 L B S k D e = {S * token}, "
+        f"cache of {len(ids)} x {S} tokens: {sizes['cached'][0]} bytes, "
+        f"2 L B S k D e = {S * token}, "
         f"k = {stop - first} of {config.num_key_value_heads} KV heads (rank={run.rank})"
     )
-    pairs = [(torch.tensor(sizes[how]), torch.tensor(rooms[how] * token)) for how in caches]
+    pairs = [(torch.tensor(size), torch.tensor(room * token)) for size, room in sizes.values()]
     run.check(f"{name}, bytes cached", pairs, tolerance=0.0)
-    run.results[f"{key(name)}_cache_bytes"] = sizes["cached"]
+    run.results[f"{key(name)}_cache_bytes"] = sizes["cached"][0]
 
 
 def local_kv_heads(run):

@@ -290,13 +290,14 @@ def test_places(tmp_path, monkeypatch):
 
     monkeypatch.setattr(shared_memory, "neighbourhood", lambda: "here")
     store = dist.HashStore()
-    *_, file = shared_memory.common(store, 0, 4096)
+    wait = datetime.timedelta(seconds=9)
+    *_, file = shared_memory.common(store, 0, 4096, wait)
     monkeypatch.setattr(shared_memory, "neighbourhood", lambda: "there")
     with pytest.raises(RuntimeError, match="rank 1 shares no memory with rank 0"):
-        shared_memory.common(store, 1, 4096)
+        shared_memory.common(store, 1, 4096, wait)
     monkeypatch.setattr(shared_memory, "neighbourhood", lambda: None)
     with pytest.raises(RuntimeError, match="no memory to share here"):
-        shared_memory.common(store, 0, 4096)
+        shared_memory.common(store, 0, 4096, wait)
     os.close(file)
 
 

@@ -147,7 +147,7 @@ def supported_techniques(model, techniques):
     head = None
     plain = type(model.lm_head) is nn.Linear and model.lm_head.bias is None
     if not plain or "RMSNorm" not in type(model.model.norm).__name__:
-        head = "the LM head has a bias, or it or its norm is not the library's"
+        head = "the LM head or its norm is not plain (an adapter, a bias)"
         fewer = replace(fewer, tiled_loss=False)
     return fewer, None if fewer == techniques else in_one or kernel or head
 
