@@ -44,10 +44,11 @@ def row_of(script, code, seconds, record):
     except (OSError, ValueError, KeyError):
         checks = []  # it has ended before
     name, share = "-", "-"
-    shares = {check["name"]: check["share"] for check in checks}
-    if shares:  # null: infinitely far off what must be exact
-        name = max(shares, key=lambda name: inf if shares[name] is None else shares[name])
-        share = "inf" if shares[name] is None else f"{shares[name]:.0%}"
+    # (null: infinitely far off what must be exact)
+    shares = [inf if check["share"] is None else check["share"] for check in checks]
+    if shares:
+        nearest = max(shares)
+        name, share = checks[shares.index(nearest)]["name"], f"{nearest:.0%}"
     if len(name) > 56:
         name = f"{name[:53]}..."
     ended = "ok" if code == 0 else f"FAILED ({code})"

@@ -469,10 +469,10 @@ def train_by_epochs(run, strategy, parallel, batches, epochs, lr, expected=None,
 
     peaks = harness.peak_memory(run, all_epochs)
     losses = harness.losses_of_epochs(ranks[0] for ranks in records)
-    if not expected:
-        harness.refuse_not_finite(torch.tensor(losses, dtype=torch.float64), lr)
-    else:
+    if expected:
         harness.check_losses(run, strategy, losses, expected, least_error)
+    else:
+        harness.refuse_not_finite(torch.tensor(losses, dtype=torch.float64), lr)
     harness.check_copies(run, f"{strategy}: copies of a parameter, trained", model)
     harness.check_memory(run, strategy, model, optimizer, activations)
     harness.print_pace(run, strategy, records, f"max_mem={max(peaks) / 1e9:.2f}gb")

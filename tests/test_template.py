@@ -45,9 +45,14 @@ def by_ranks(block, x, ranks):
     return y, x.grad
 
 
+def misses(block, x):
+    """Tell whether, on 4 ranks, an element of the input gradient misses the assertion."""
+    return not torch.allclose(by_ranks(block, x, 4)[1], unsplit(block, x)[1], atol=1e-6)
+
+
 @pytest.mark.stress
 def test_template_misses_its_own_assertion():
-    """In float32, by rounding, in few elements of the input gradient; never in float64."""
+    """In float32, by rounding, in an element or so of the input gradient; never in float64."""
     torch.manual_seed(1337)
     config = LlamaConfig(hidden_size=4096, intermediate_size=14336, num_attention_heads=1)
     block = Block(config).requires_grad_(False)
@@ -60,8 +65,10 @@ def test_template_misses_its_own_assertion():
         missed.append((~torch.isclose(dx, expected_dx, atol=1e-6)).sum().item())
         furthest = max(furthest, (dx - expected_dx).abs().max().item())
     on_2, on_4, said = (float(number) for number in SAID.groups())
-    # Which elements miss it, and whether any does, depends on the machine's kernels.
+    # Which elements miss it depends on the machine's kernels; of some input one does everywhere.
     assert missed == pytest.approx([on_2, on_4], abs=4), missed
+    others = (torch.randn(1, 4096) for _ in range(30))
+    assert sum(missed) > 0 or any(misses(block, other) for other in others)
     assert said / 3 < furthest < 3 * said
     block, x = block.double(), x.double()
     for ours, expected in zip(by_ranks(block, x, 4), unsplit(block, x), strict=True):

@@ -314,10 +314,12 @@ def note(parameters, before, clips=1.0):
         if not hasattr(model, "sequence_parts"):
             continue
         # FSDP1 shows its parts, of other shapes; FSDP2 has DTensors, and sums by itself.
-        for name, p in with_prompt(model).items():
-            if id(p) not in known or p.shape != record.shapes.get(name):
-                continue
-            ranks = {*dist.get_process_group_ranks(model.get_group())}
+        named, shapes = with_prompt(model), record.shapes
+        seen = {n: p for n, p in named.items() if id(p) in known and p.shape == shapes.get(n)}
+        if not seen:  # of another model; this one's group may be gone by now
+            continue
+        ranks = {*dist.get_process_group_ranks(model.get_group())}
+        for name, p in seen.items():
             if len(ranks_in_mesh(p, ranks)) < 2:
                 record.noted[before][name] = norm_of(p) / clips
 

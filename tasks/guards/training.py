@@ -38,10 +38,11 @@ SPLIT_MODELS = weakref.WeakSet()
 BEFORE_SPLIT = weakref.WeakValueDictionary()  # {id: parameter} of models, when they were split
 
 
-def patch_with_check(owner, name, check):
+def patch_with_check(owner, name, check, walked=None):
     """From now on call check({name: argument}), which may raise, before `owner`'s function.
 
-    Where a module has imported the function by name, it gets the checked one, too.
+    Where a module has imported the function by name, it gets the checked one, too. walked: the name
+    of an argument that the check walks through, and so would use up if it is an iterator.
     """
     original = getattr(owner, name)
     if getattr(original, "check", None) is check:
@@ -51,10 +52,8 @@ def patch_with_check(owner, name, check):
     @wraps(original)
     def checked(*args, **kwargs):
         given = signature.bind(*args, **kwargs)
-        for key, value in given.arguments.items():
-            # The check would use it up. (Other iterators, such as a streamer of text, may wait.)
-            if key in ("parameters", "tensors") and isinstance(value, Iterator):
-                given.arguments[key] = list(value)
+        if isinstance(given.arguments.get(walked), Iterator):
+            given.arguments[walked] = list(given.arguments[walked])
         check(given.arguments)
         return original(*given.args, **given.kwargs)
 
@@ -70,8 +69,9 @@ def patch_with_check(owner, name, check):
 def guard_batches(model):
     """Refuse what is wrong where ranks share each batch; see `expect_same_batches`."""
     patch_with_check(DistributedDataParallel, "__init__", refuse_shared_batches)
-    patch_with_check(nn.utils, "clip_grads_with_norm_", note_clipping)  # clip_grad_norm_ calls it
-    patch_with_check(nn.utils, "clip_grad_value_", note_clipping)
+    # clip_grad_norm_ calls the first of these.
+    patch_with_check(nn.utils, "clip_grads_with_norm_", note_clipping, "parameters")
+    patch_with_check(nn.utils, "clip_grad_value_", note_clipping, "parameters")
     patch_with_check(GenerationMixin, "generate", check_sampling)
     guard_optimizers()
     share_batches(model)
@@ -98,7 +98,8 @@ def refuse_shared_batches(given):
 
 def guard_training(model):
     """Let PyTorch, from now on, refuse what would train slices wrongly. model: not split yet."""
-    patch_with_check(nn.utils, "get_total_norm", check_total_norm)  # clip_grad_norm_ calls it
+    # clip_grad_norm_ calls it.
+    patch_with_check(nn.utils, "get_total_norm", check_total_norm, "tensors")
     patch_with_check(torch.amp.GradScaler, "unscale_", check_grad_scaler)
     patch_with_check(torch.amp.GradScaler, "step", check_grad_scaler)  # fused steps unscale, too
     SPLIT_MODELS.update([model, model.model])  # a user may keep this part alone

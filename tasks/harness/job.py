@@ -399,10 +399,10 @@ def in_lines(data, indent="\n"):
 
     JSON has no infinity and no NaN: they become null.
     """
-    data = json.loads(json.dumps(data), parse_constant=lambda name: None)  # all keys are strings
     text = json.dumps(data)
+    data = json.loads(text, parse_constant=lambda name: None)  # now all keys are strings
     if not isinstance(data, dict | list) or "{" not in text[1:]:
-        return text
+        return json.dumps(data)
     inner = f"{indent} "
     if isinstance(data, dict):
         parts = [f"{json.dumps(key)}: {in_lines(value, inner)}" for key, value in data.items()]

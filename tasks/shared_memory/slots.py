@@ -342,7 +342,7 @@ def common(store, rank, nbytes, timeout):
         name = f"{place} {uuid.uuid4().hex} /proc/{os.getpid()}/fd/{file}"
         store.set("memory", name)
     else:
-        store.wait(["memory"], timeout)  # the store's own timeout is a shorter one
+        store.wait(["memory"], timeout)  # the store's own may be shorter
         name = store.get("memory").decode()
         theirs, _, path = name.rsplit(" ", 2)
         if theirs != place:

@@ -37,11 +37,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 sys.path.insert(0, sys.argv[1])
 
 import tp_llama
-from checkpoints.sharded_checkpoint import (
-    load_training_state,
-    read_region,
-    save_training_state,
-)
+from checkpoints.sharded_checkpoint import load_training_state, read_region, save_training_state
 from data_parallel import shard_fully
 from dtensor_llama import dtensor_parallelize
 from guards.agreement import CALLS, without_comparing

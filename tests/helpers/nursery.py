@@ -117,27 +117,11 @@ def end_others():
     """Wait for what the ranks have started, and kill what lives on; return these processes."""
     import psutil
 
-    until, this = time.monotonic() + LEFT_S, psutil.Process()
-    while True:
-        others = [one for one in this.children(recursive=True) if not has_ended(one)]
-        if not others:
-            return []
-        if time.monotonic() > until:
-            break
-        time.sleep(0.01)
-    said = [f"{one.pid} {one.name()}" for one in others]
-    for one in others:
+    others = psutil.Process().children(recursive=True)
+    _, alive = psutil.wait_procs(others, LEFT_S)
+    for one in alive:
         one.kill()
-    return said
-
-
-def has_ended(process):
-    import psutil
-
-    try:
-        return process.status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
+    return [one.pid for one in alive]
 
 
 def start(path):
