@@ -154,6 +154,8 @@ COURSE := s/^transformers==.*/transformers==4.48.3/; s/^peft==.*/peft==0.14.0/
 	else \
 	  echo "$$dir: installing $$(grep ^torch== "$$pins") and the rest"; \
 	fi; \
+	: "(a link to another checkout's environment: that one is left as it is)"; \
+	test ! -h $$dir || rm $$dir; \
 	if $(PYTHON) -m venv --clear $$site $$dir >/dev/null 2>&1; then \
 	  pip="$$dir/bin/python -m pip"; \
 	else \

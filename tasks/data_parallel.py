@@ -79,8 +79,8 @@ class Partition(Dataset):
 class DataPartitioner:
     """Deals the samples of `data`, shuffled, to partitions. sizes: their shares of all samples.
 
-    The ends of partitions are rounded, not their sizes: so each sample is in exactly one. The
-    shuffle has a random generator of its own, so all ranks deal alike, whatever else they draw.
+    The ends of partitions are rounded, not their sizes, and the last takes what is left: so each
+    sample is in exactly one. All ranks deal alike: the shuffle has a random generator of its own.
     Raises ValueError for a share below 0, and for shares that do not add up to 1.
     """
 
@@ -89,8 +89,8 @@ class DataPartitioner:
             raise ValueError(f"sizes of partitions must be 0 or more, and add up to 1: {sizes}")
         index = list(range(len(data)))
         random.Random(seed).shuffle(index)
-        ends = [round(share * len(data)) for share in accumulate(sizes, initial=0)]
-        self.data, self.parts = data, [index[i:j] for i, j in pairwise(ends)]
+        ends = [round(share * len(data)) for share in accumulate(sizes[:-1], initial=0)]
+        self.data, self.parts = data, [index[i:j] for i, j in pairwise([*ends, len(data)])]
 
     def use(self, partition):
         return Partition(self.data, self.parts[partition])
@@ -379,7 +379,7 @@ def main():
 def show(run, args):
     """Run all checks of each strategy, and train with it."""
     run.mark = "D"
-    P, B, S = run.world_size, args.batch_size, args.seq_len
+    B, S = args.batch_size, args.seq_len
     harness.estimate(run, B, S)
     if args.estimate:
         return
@@ -422,24 +422,20 @@ def show(run, args):
             if args.gradients_dir:
                 check_files(run, parallel, steps[0], args.gradients_dir, reference)
         if reference:
-            step, embedding = partial(parallel.step, batch), parallel.model.get_input_embeddings()
-            reference.check_step(
-                run,
-                strategy,
-                parallel.model,
-                step,
-                embedding,
-                rows=local,
-                times=P,
-                optimizer=parallel.optimizer,
-            )
-            del step, embedding
+            check_step(run, reference, strategy, parallel, batch, local)
         if args.epochs:
             least_error = reference.least_error if reference else 0.0
             train_by_epochs(
                 run, strategy, parallel, batches, args.epochs, args.lr, expected, least_error
             )
         del parallel  # free it before the next one is made
+
+
+def check_step(run, reference, strategy, parallel, batch, rows):
+    """Compare a step of this rank's `rows` of a batch, and three of them, with the reference."""
+    embedding = parallel.model.get_input_embeddings()
+    given = parallel.model, partial(parallel.step, batch), embedding, rows, run.world_size
+    reference.check_step(run, strategy, *given, parallel.optimizer)
 
 
 def train_by_epochs(run, strategy, parallel, batches, epochs, lr, expected=None, least_error=0.0):
@@ -483,7 +479,8 @@ def train_within(run, args, mesh, batches):
     """Train with no more memory on each rank than --memory-budget allows.
 
     Two checks need more memory: losses against those of a single rank, and FSDP2's peaks against a
-    formula. They come afterwards, without the limit.
+    formula. They come afterwards, without the limit. Where a training's losses cannot be compared
+    (see `Reference`), a step's loss and gradients are.
     """
     strategies, losses = STRATEGIES if args.strategy == "all" else [args.strategy], {}
     harness.warm_up_adam(run)
@@ -494,13 +491,18 @@ def train_within(run, args, mesh, batches):
                 run, strategy, parallel, batches, args.epochs, args.lr
             )
             del parallel
+    batch = next(iter(batches[0]))
+    local, full = loading.gather_batch(run, batch)
     if harness.compares_changes(run):
-        least_error = harness.error_of_loss(
-            run, loading.gather_batch(run, next(iter(batches[0])))[1]
-        )
+        least_error = harness.error_of_loss(run, full)
         expected = harness.losses_alone(run, batches, args.epochs, args.lr)
         for strategy in strategies:
             harness.check_losses(run, strategy, losses[strategy], expected, least_error)
+    else:
+        reference = harness.Reference(run, full)
+        for strategy in strategies:
+            parallel = DataParallelModel(run, strategy, mesh)
+            check_step(run, reference, strategy, parallel, batch, local)
     if "fsdp2" in strategies and run.world_size > 1:
         for by_layer in True, False:
             check_peak(run, mesh, by_layer)

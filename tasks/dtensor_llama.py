@@ -153,8 +153,8 @@ def dtensor_parallelize(model, mesh, plan=PLAN):
     from guards.refusals import refuse_order
 
     refuse_order(mesh)
-    refuse_on_slices(model)
     ranks, config = mesh.size(), model.config
+    refuse_on_slices(model, ranks)
     guard_dropout(model, ranks)
     expect_same_batches(model, mesh.get_group())
     if config.num_key_value_heads % ranks:
@@ -181,6 +181,9 @@ class WholeHeads(ParallelStyle):
         self.dim, self.slice, self.replicas = dim, (start, stop), replicas
 
     def _apply(self, module, mesh):
+        for parameter in module.parameters(recurse=False):
+            if not parameter.is_meta:  # all have rank 0's, as of the weights that DTensor deals out
+                dist.broadcast(parameter.data, group=mesh.get_group(), group_src=0)
         keep_shard(module, self.dim, *self.slice)
 
         def f(module, args):

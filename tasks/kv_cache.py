@@ -56,7 +56,8 @@ def generate(model, ids, mask, new_tokens, choose, cache=None):
 
     mask (B, S): 0 for padding, on the left. choose(model, logits (B, 1, V or V/P)) returns the next
     tokens (B, 1) and their embeddings (B, 1, H). cache: an empty DynamicCache or StaticCache;
-    without a cache, each new token takes a forward of the full sequence.
+    without a cache, each new token takes a forward of the full sequence. Raises ValueError for a
+    cache that is not empty.
     """
     for token in each_token(model, ids, mask, new_tokens, choose, cache):
         ids = torch.cat([ids, token], dim=1)
@@ -66,6 +67,8 @@ def generate(model, ids, mask, new_tokens, choose, cache=None):
 @torch.no_grad()
 def each_token(model, ids, mask, new_tokens, choose, cache=None):
     """Yield the new tokens (B, 1) of `generate`, one position after the other."""
+    if cache is not None and cache.get_seq_length():
+        raise ValueError("a cache that has tokens already: use a new one, or reset it")
     x = model.get_input_embeddings()(ids)
     for _ in range(new_tokens):
         # Positions count real tokens: a row with padding begins at 0, too. Take those of x.
@@ -143,14 +146,13 @@ class DecodingStep:
             raise ValueError("decoding in place needs a new token or more, and a StaticCache")
         self.model, self.choose, self.cache = model, choose, cache
         self.at = torch.tensor([ids.shape[1]], device=ids.device)
+        length, rooms = mask.shape[1] + new_tokens, rooms_of(cache)
+        if len(rooms) > 1 or min(rooms) < length:
+            raise ValueError(f"a cache of {min(rooms)} tokens: {length} are needed")
         ids = generate(model, ids, mask, 1, choose, cache)
         self.row = model.get_input_embeddings()(ids[:, -1:])
         self.positions = mask.sum(-1, keepdim=True)
         self.ids = F.pad(ids, (0, new_tokens - 1))
-        rooms = {x.shape[2] for x in contents(cache)}  # layers with a window have less
-        length = mask.shape[1] + new_tokens
-        if len(rooms) > 1 or min(rooms) < length:
-            raise ValueError(f"a cache of {min(rooms)} tokens: {length} are needed")
         unseen = F.pad(mask, (0, min(rooms) - mask.shape[1])) == 0
         self.bias = self.row.new_zeros(unseen.shape).masked_fill(unseen, -torch.inf)[:, None, None]
         self.bias.index_fill_(3, self.at, 0)
@@ -172,6 +174,13 @@ class DecodingStep:
         self.row.copy_(row)
         self.ids.index_copy_(1, self.at, token)
         self.bias.index_fill_(3, self.at, 0)
+
+
+def rooms_of(cache):
+    """Return for how many tokens a StaticCache's layers have room: with a window for fewer."""
+    if hasattr(cache, "layers"):
+        return {layer.max_cache_len for layer in cache.layers}
+    return {cache.get_max_cache_shape()}  # transformers 4
 
 
 def generate_in_place(model, ids, mask, new_tokens, choose, cache, by_graph=True):

@@ -83,9 +83,13 @@ def keep_stage(model, stops, index):
     stops: for each stage, the layer before which it ends. The modules that are left keep their
     names. The model may also be on the meta device, so that a rank only ever loads its own
     layers. Where the LM head is tied to the embedding, the last stage keeps the embedding, too.
+    Raises ValueError for stops that leave out layers.
     """
-    first, stop = (0, *stops)[index], stops[index]
+    from guards.refusals import check_stops
+
     family, base, layers = family_of(model), base_of(model), layers_of(model)
+    check_stops(stops, len(layers))
+    first, stop = (0, *stops)[index], stops[index]
     tied = model.lm_head.weight is embedding_of(model).weight
     local = LayersInOrder()
     for i in range(first, stop):
@@ -158,12 +162,13 @@ def run_by_hand(stage, order, batch, loss, down, up):
     """Run forwards and backwards of this rank's stage, in the given order.
 
     batch: the (ids, mask, labels) of each microbatch, on all ranks. loss(logits, labels): the loss
-    of a microbatch. down, up: process groups of all ranks, down for hidden states, up for their
-    gradients. (NCCL runs a group's sends and receives between two ranks in call order: if both sent
-    first, with a single group, they would wait for ever.) Returns the microbatches' losses and all
-    logits in the last stage, else [] and None.
+    of a microbatch. down, up: two process groups of all ranks each, down for hidden states, up for
+    their gradients, used in turns from stage to stage. (NCCL runs all that a rank sends and
+    receives in a group in call order: in fewer groups a message would wait for one that comes
+    later.) Returns the microbatches' losses and all logits in the last stage, else [] and None.
     """
-    rank = down.rank()
+    rank = stage.index
+    before, after = (rank - 1) % 2, rank % 2  # which of two groups, to the stages before and after
     like = next(stage.parameters())
     kept = {}
     sent, losses, logits = [], [], []
@@ -172,8 +177,8 @@ def run_by_hand(stage, order, batch, loss, down, up):
         return [(*batch[i][0].shape, stage.config.hidden_size) for k, i in order if k == direction]
 
     # (The first stage never reads `hidden`, the last one never `grads`.)
-    hidden = receive(rank - 1, down, shapes("F"), like)
-    grads = receive(rank + 1, up, shapes("B"), like)
+    hidden = receive(rank - 1, down[before], shapes("F"), like)
+    grads = receive(rank + 1, up[after], shapes("B"), like)
     for direction, i in order:
         if direction == "F":
             ids, mask, labels = batch[i]
@@ -184,7 +189,7 @@ def run_by_hand(stage, order, batch, loss, down, up):
                 y = loss(y, labels)
                 losses.append(y.detach())
             else:
-                sent.append(send(y.detach(), rank + 1, down))
+                sent.append(send(y.detach(), rank + 1, down[after]))
             kept[i] = x, y
         else:
             x, y = kept.pop(i)
@@ -192,7 +197,7 @@ def run_by_hand(stage, order, batch, loss, down, up):
             if y.requires_grad:  # a first stage that is frozen has no gradients
                 y.backward(dy)
             if not stage.is_first:
-                sent.append(send(x.grad, rank - 1, up))
+                sent.append(send(x.grad, rank - 1, up[before]))
         sent = [pair for pair in sent if not pair[0].is_completed()]
     for work, _ in sent:
         work.wait()
@@ -207,6 +212,7 @@ BY_TORCH = {
     "zero-bubble": pipelining.ScheduleInterleavedZeroBubble,
 }
 SEVERAL = "interleaved", "zero-bubble"  # schedules of several stages on each rank
+KEPT = 8  # how many of PyTorch's schedules: one for each shape of a batch, each with buffers
 
 
 class Pipeline:
@@ -219,7 +225,10 @@ class Pipeline:
         self.group, self.schedule, self.stages = group_of_axis(mesh), schedule, stages
         self.number, self.rank, self.ranks = number, self.group.rank(), self.group.size()
         self.is_last, self.made = self.rank == self.ranks - 1, {}
-        self.up = subgroup(self.group, "up", 0, self.ranks)
+        names = ("down", "down 2"), ("up", "up 2")  # see `run_by_hand`
+        self.down, self.up = [
+            [subgroup(self.group, name, 0, self.ranks) for name in both] for both in names
+        ]
         ends = 0, self.ranks, max(1, self.ranks - 1)  # [0:P:P-1]: the first and the last rank
         if 0 < self.rank < self.ranks - 1:
             ends = self.rank, self.rank + 1  # NCCL wants every rank to make a group
@@ -242,7 +251,7 @@ class Pipeline:
         the loss and the logits (B, S, V) on the last rank, else 0 and None. Only schedules by
         hand take unequal sizes. Raises, on all ranks, IndexError for ids and labels outside the
         vocabulary, and ValueError for shapes and sizes that do not fit, in zero-bubble for a frozen
-        first stage (see `refuse_frozen_stage`), and under torch.no_grad().
+        first stage, and under torch.no_grad().
         """
         if not torch.is_grad_enabled():
             raise ValueError("a step runs a backward: not under torch.no_grad()")
@@ -252,7 +261,12 @@ class Pipeline:
             raise ValueError(f"microbatches of unequal size, {sizes}: not by {self.schedule}")
         if mask.shape != ids.shape:
             raise ValueError(f"a mask of {list(mask.shape)}, for ids of {list(ids.shape)}")
-        self.refuse_frozen_stage(ids.device)
+        trains = self.stages_that_train(ids.device) if self.schedule in BY_TORCH else ()
+        if self.schedule == "zero-bubble" and not trains[0]:
+            raise ValueError(
+                "zero-bubble: nothing of the first stage is trained, and PyTorch's schedule leaves "
+                "out the gradients after it: take interleaved"
+            )
         vocab_size = self.stages[0].config.vocab_size
         check_ids(ids, vocab_size)
         next_tokens(labels, ids.shape, vocab_size)
@@ -260,32 +274,29 @@ class Pipeline:
         tied = self.stages[0].tied and self.number > 1
         # Only this step's gradient is summed over the two ranks, not what earlier steps left there.
         with new_gradients(tied_weights(self.stages) if tied else []):
-            losses, logits = self.run(ids, mask, labels, sizes)
+            losses, logits = self.run(ids, mask, labels, sizes, trains)
             if tied:
                 sum_tied(self.stages, self.ends)
         return sum(one.detach() for one in losses), logits
 
-    def refuse_frozen_stage(self, device):
-        """Raise ValueError, on all ranks, where PyTorch's schedule would leave out gradients."""
-        if self.schedule != "zero-bubble":
-            return
-        first = [stage for stage in self.stages if stage.is_first]
-        frozen = [not any(p.requires_grad for p in stage.parameters()) for stage in first]
-        if all_reduce(torch.tensor(float(sum(frozen)), device=device), self.group):
-            raise ValueError(
-                "zero-bubble: nothing of the first stage is trained, and PyTorch's schedule leaves "
-                "out the gradients after it: take interleaved"
-            )
+    def stages_that_train(self, device):
+        """Return for each stage, on all ranks, whether (1.0 or 0.0) any of its parameters train."""
+        trains = torch.zeros(self.number, device=device)
+        for stage in self.stages:
+            trains[stage.index] = any(p.requires_grad for p in stage.parameters())
+        return tuple(all_reduce(trains, self.group).tolist())
 
-    def run(self, ids, mask, labels, sizes):
+    def run(self, ids, mask, labels, sizes, trains):
         """Run the schedule; return losses and logits as `run_by_hand` does."""
         if self.schedule in BY_HAND:
             order = BY_HAND[self.schedule](len(sizes), self.ranks, self.rank)
             pieces = zip(*(tensor.split(sizes) for tensor in (ids, mask, labels)), strict=True)
-            groups = self.group, self.up
-            return run_by_hand(self.stages[0], order, list(pieces), self.loss, *groups)
-        key, losses = (len(sizes), ids.shape), []
-        if key not in self.made:  # PyTorch's schedule fixes shapes in its first step
+            both = self.down, self.up
+            return run_by_hand(self.stages[0], order, list(pieces), self.loss, *both)
+        key, losses = (len(sizes), ids.shape, trains), []
+        if key not in self.made:  # a schedule of PyTorch's fixes in its first step what is sent
+            if len(self.made) == KEPT:
+                del self.made[next(iter(self.made))]
             self.made[key] = self.schedule_of_torch(len(sizes), ids.device)
         given = {"target": labels, "losses": losses} if self.is_last else {}
         inputs = [ids] if self.rank == 0 else []

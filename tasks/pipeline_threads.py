@@ -45,7 +45,7 @@ import loading
 from utils.errors import UserError
 from utils.families import GPT2, base_of, embedding_of, family_of, layers_of, norm_of
 from utils.losses import mean_loss, token_losses
-from utils.stages import balance, clock_cycles, sum_copies
+from utils.stages import balance, clock_cycles, sum_copies_once
 
 # ---------------------------------------------------------------- the technique
 
@@ -116,11 +116,11 @@ class Task:
 
 
 def work(in_queue, out_queue):
-    """Run one task after the other, in a worker thread, until the process ends."""
-    while True:
-        task = in_queue.get()
+    """Run one task after the other, in a worker thread, until None comes or the process ends."""
+    while (task := in_queue.get()) is not None:
         out_queue.put(task.run())
         del task  # its tensors need not stay in memory while there is nothing to do
+    out_queue.put(None)
 
 
 def create_workers(devices):
@@ -136,18 +136,11 @@ def create_workers(devices):
     return tuple(zip(*(queues[device] for device in devices), strict=True))
 
 
-def run_tick(schedule, task, in_queues, out_queues):
-    """Run task(i, j) for all pairs of a tick at once, by worker j; return the results, in order.
-
-    An exception in a task is raised here, after the tick, when nothing is left in the queues.
-    """
+def outcomes(schedule, task, in_queues, out_queues):
+    """Run task(i, j) for all pairs of a tick at once, by worker j; return what `Task.run` does."""
     for i, j in schedule:
         in_queues[j].put(Task(partial(task, i, j)))
-    results = [out_queues[j].get() for _, j in schedule]
-    for done, error in results:
-        if not done:
-            raise error
-    return [result for _, result in results]
+    return [out_queues[j].get() for _, j in schedule]
 
 
 class Pipe(nn.Module):
@@ -156,9 +149,10 @@ class Pipe(nn.Module):
     split_size: rows of a microbatch. The forward takes a batch (B, ...), and returns the output on
     the last device. The output's backward can run only once. It adds each microbatch's gradients to
     the parameters' .grad, the last microbatch first; `autograd.grad` does not return them. The
-    threads know neither the caller's autocast nor its current CUDA stream. A deep copy has threads
-    of its own. Raises ValueError for no modules, for a split_size below 1, for a batch or an output
-    that is not one tensor (B, ...), and for outputs whose number of rows is not the batch's.
+    threads know neither the caller's autocast nor its current CUDA stream. Call it from one thread
+    at a time; a deep copy has threads of its own. Raises ValueError for no modules, for a
+    split_size below 1, for a batch or an output that is not one tensor (B, ...), and for outputs
+    whose number of rows is not the batch's.
     """
 
     def __init__(self, module, split_size=1):
@@ -198,6 +192,27 @@ class Pipe(nn.Module):
             return y
         return BackwardByWorkers.apply(y, self, ticks, record.parts)
 
+    def run_tick(self, schedule, task):
+        """Run task(i, j) for all pairs of a tick at once, by worker j; return results, in order.
+
+        An exception in a task is raised here, after the tick, when nothing is left in the queues.
+        """
+        try:
+            results = outcomes(schedule, task, self.in_queues, self.out_queues)
+        except BaseException:
+            # Ctrl-C: what is still on its way is not the next tick's, nor for later gradients.
+            workers = {*zip(self.in_queues, self.out_queues, strict=True)}
+            self.in_queues, self.out_queues = create_workers(self.devices)
+            for in_queue, out_queue in workers:
+                in_queue.put(None)
+                while out_queue.get() is not None:
+                    pass
+            raise
+        for done, error in results:
+            if not done:
+                raise error
+        return [result for _, result in results]
+
     def compute(self, batches, schedule, record=None):
         """Run a tick: for all its pairs (i, j) at once, partition j's output replaces batches[i].
 
@@ -215,7 +230,7 @@ class Pipe(nn.Module):
             y, record.turns[j] = PartNode.apply(x, record.turns[j], part, record.by_workers)
             return y
 
-        outputs = run_tick(schedule, task, self.in_queues, self.out_queues)
+        outputs = self.run_tick(schedule, task)
         for (i, _), y in zip(schedule, outputs, strict=True):
             batches[i] = y
 
@@ -237,7 +252,9 @@ class Part:
 
     def __init__(self, partition, x):
         self.x = x.detach().requires_grad_(x.requires_grad)
-        self.y = partition(self.x)
+        # Autograd lets no operation change in place what a graph begins at.
+        in_place = any(getattr(module, "inplace", False) for module in partition.modules())
+        self.y = partition(self.x.clone() if in_place else self.x)
         if not torch.is_tensor(self.y) or not self.y.dim():
             returned = type(self.y).__name__
             raise ValueError(f"a partition's output, a {returned}, is not one tensor (B, ...)")
@@ -314,7 +331,7 @@ class BackwardByWorkers(torch.autograd.Function):
             parts[i, j].backward(dy_of_last[i] if j == last else parts[i, j + 1].x.grad)
 
         for schedule in reversed(ctx.ticks):
-            run_tick(schedule, compute, ctx.pipe.in_queues, ctx.pipe.out_queues)
+            ctx.pipe.run_tick(schedule, compute)
         return dy, None, None, None
 
 
@@ -366,13 +383,21 @@ def as_sequential(model, stops, devices):
     """Return a Llama or a GPT-2, without a mask, as an nn.Sequential of its labelled modules.
 
     stops: for each device, the layer before which its share ends. A tied LM head gets a copy of the
-    embedding: else two threads would add to one gradient, in an order that may vary.
+    embedding: else two threads would add to one gradient, in an order that may vary. Raises
+    ValueError for stops that do not divide all layers among the devices, and for attention that
+    would need a mask: eager, flex, or with a sliding window.
     """
+    from guards.refusals import check_stops, refuse_masks
+
+    check_stops(stops, len(layers_of(model)), len(devices))
+    refuse_masks(model.config)
     base, embedding, modules = base_of(model), embedding_of(model), []
-    if model.lm_head.weight is embedding.weight:
-        model.lm_head.weight = nn.Parameter(embedding.weight.detach().clone())
+    weight = embedding.weight
+    if model.lm_head.weight is weight:
+        model.lm_head.weight = nn.Parameter(weight.detach().clone(), weight.requires_grad)
+        model.has_tied_copies = True
     of_gpt2 = family_of(model) is GPT2
-    for device, first, stop in zip(devices, (0, *stops), stops, strict=False):
+    for device, first, stop in zip(devices, (0, *stops[:-1]), stops, strict=True):
         layers = [layer.to(device) for layer in layers_of(model)[first:stop]]
         if of_gpt2:
             blocks = [GPT2Block(layer) for layer in layers]
@@ -382,11 +407,9 @@ def as_sequential(model, stops, devices):
         modules += [WithDevice(block, device) for block in blocks]
     start = GPT2Embedding(base) if of_gpt2 else embedding
     end = nn.Sequential(norm_of(model), model.lm_head)
-    ends = (
-        WithDevice(start.to(devices[0]), devices[0]),
-        WithDevice(end.to(devices[-1]), devices[-1]),
-    )
-    return nn.Sequential(ends[0], *modules, ends[1])
+    start = WithDevice(start.to(devices[0]), devices[0])
+    end = WithDevice(end.to(devices[-1]), devices[-1])
+    return nn.Sequential(start, *modules, end)
 
 
 class ModelParallel(nn.Module):
@@ -401,8 +424,8 @@ class ModelParallel(nn.Module):
     def __init__(self, model, stops, devices):
         super().__init__()
         self.model, self.pipe = model, None
-        self.tied = model.lm_head.weight is embedding_of(model).weight
         self.sequential = as_sequential(model, stops, devices)
+        self.tied = getattr(model, "has_tied_copies", False)
 
     def _prepare_pipeline_parallel(self, split_size=1):
         """Become a pipeline of microbatches of `split_size` rows. (The homework's name.)"""
@@ -412,9 +435,13 @@ class ModelParallel(nn.Module):
         return self.sequential(ids) if self.pipe is None else self.pipe(ids)
 
     def sum_tied(self):
-        """Give, after a backward, both copies of a tied embedding the sum of their gradients."""
+        """Give both copies of a tied embedding the sum of their gradients, after the last backward.
+
+        Raises ValueError for gradients that are this sum already. So does a backward that adds to
+        the sum, unless the gradients are None or 0 by then.
+        """
         if self.tied:
-            sum_copies(embedding_of(self.model).weight, self.model.lm_head.weight)
+            sum_copies_once(embedding_of(self.model).weight, self.model.lm_head.weight)
 
 
 MODES = MODEL_PARALLEL, PIPELINE_PARALLEL = "model_parallel", "pipeline_parallel"
@@ -446,12 +473,7 @@ def main():
     parser = harness.make_parser(__doc__, model_types=loading.LLAMA_AND_GPT2)
     add = parser.add_argument
     add("--batch-size", type=harness.positive, default=8, help="sequences in a batch; default 8")
-    add(
-        "--split-size",
-        type=harness.positive,
-        default=2,
-        help="sequences in a microbatch; default 2",
-    )
+    add("--split-size", type=harness.positive, default=2, help="of a microbatch; default 2")
     add("--seq-len", type=harness.positive, default=64, help="tokens a sequence; default 64")
     add("--threads", type=harness.positive, default=2, help="devices, one thread each; default 2")
     add("--repeats", type=harness.natural, help=harness.REPEATS_HELP)
@@ -525,10 +547,10 @@ def show(run, args):
         yield "step"
 
     if args.repeats != 0:
+        model.zero_grad()  # nothing may be added to the sum of both copies' gradients
         turns = {"one": partial(turn, by_one), "threads": partial(turn, by_threads)}
-        alone, together = (
-            times["step"] for times in harness.interleave(run, turns, args.repeats).values()
-        )
+        times = harness.interleave(run, turns, args.repeats)
+        alone, together = (of_turn["step"] for of_turn in times.values())
         run.print0(
             f"time of a step: {statistics.median(alone):.4f} s one after the other, "
             f"{statistics.median(together):.4f} s by threads, "
@@ -602,7 +624,7 @@ def show_training(run, args, devices):
             f"note: training is compared of models up to {harness.LARGE / 1e6:.0f} M parameters"
         )
     else:
-        expected, least_error, trained = expect_epochs(run, batches, args.epochs, args.lr)
+        expected, least_error, trained = harness.expect_epochs(run, batches, args.epochs, args.lr)
     trainers = {mode: Trainer(run, args, mode, stops, devices) for mode in names}
     before = {
         mode: [p.detach().clone() for p in trainer.model.parameters()]
@@ -636,10 +658,8 @@ def make_epochs(run, args):
     """Return `Batches` of text to train on, and to validate with, as in data_parallel.py."""
     if run.world_size > 1:
         raise UserError("--model-parallel-mode trains in one process: without torchrun")
-    data, collate = (
-        loading.read_samples(run, args.num_sequences, args.seq_len),
-        partial(loading.pad, size=args.seq_len),
-    )
+    data = loading.read_samples(run, args.num_sequences, args.seq_len)
+    collate = partial(loading.pad, size=args.seq_len)
     from data_parallel import DataPartitioner
 
     parts = [DataPartitioner(data).use(i) for i in range(2)]
@@ -648,37 +668,8 @@ def make_epochs(run, args):
             f"--num-sequences {args.num_sequences}: {len(parts[0])} to train on and "
             f"{len(parts[1])} to validate with; each needs one"
         )
-    return [
-        loading.Batches(run, DataLoader(part, args.batch_size, collate_fn=collate), collate)
-        for part in parts
-    ]
-
-
-def expect_epochs(run, batches, epochs, lr):
-    """Train the unmodified model in the same way; return (losses, least error, [the model]).
-
-    losses: those of all steps and each epoch's validation, as a list: the model's and, unless it is
-    float64, a wider copy's. least error: the least to assume for the reference's loss. Each
-    parameter's .grad is set to its change by the training, for `compare_gradients`.
-    """
-    model = run.load_reference()
-    models = [model, *([harness.wider_copy(model)] if run.dtype in harness.WIDER else [])]
-    steps, validation = (list(each) for each in batches)
-
-    def train(model):
-        return harness.losses_of_training(model, steps, validation, epochs, lr)
-
-    curves = [
-        harness.keep_changes(list(one.parameters()), partial(train, one))[1] for one in models
-    ]
-    for parameter, *exact in zip(*(one.parameters() for one in models), strict=True):
-        parameter.exact_grad = exact[0].grad.float() if exact else None
-    ids, _, labels = steps[0]
-    with torch.no_grad():
-        least_error = harness.error_of_mean(
-            *(token_losses(one(ids).logits, labels) for one in models)
-        )
-    return curves, least_error, [model]
+    loader = partial(DataLoader, batch_size=args.batch_size, collate_fn=collate)
+    return [loading.Batches(run, loader(part), collate) for part in parts]
 
 
 def train_one(run, trainer, batches, epoch):

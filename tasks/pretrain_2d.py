@@ -233,12 +233,13 @@ def loss_of(model, batch, mesh):
     return split_loss(logits, labels, model.config.vocab_size, num_items_in_batch=count), count
 
 
-def forward_backward(model, batch, mesh, replicate=False):
+def forward_backward(model, batch, mesh):
     """Run forward and backward; return the mean loss over the labels of all ranks, on each rank.
 
     Gradients of microbatches accumulate: each call sums over ranks only those it has made.
     """
     dp = mesh["dp"]
+    replicate = dp.size() > 1 and not isinstance(model, FSDPModule)
     part, _ = loss_of(model, batch, mesh)
     with new_gradients(model.parameters()):
         (part if replicate else dp.size() * part).backward()  # FSDP2 averages over dp
@@ -266,7 +267,7 @@ def make_optimizer(model, lr, steps, warm_up):
     return optimizer, LambdaLR(optimizer, partial(learning_rate, steps=steps, warm_up=warm_up))
 
 
-def train(model, mesh, batches, optimizer, schedule, replicate=False, clip=1.0):
+def train(model, mesh, batches, optimizer, schedule, clip=1.0):
     """Take a step with each batch; yield its loss, the norm of all gradients, and the rate.
 
     The norm is over both axes, before clipping. All three are the same on all ranks.
@@ -275,7 +276,7 @@ def train(model, mesh, batches, optimizer, schedule, replicate=False, clip=1.0):
         optimizer.zero_grad()
         if isinstance(model, FSDPModule):
             model.unshard(async_op=True)  # gathered while the labels are counted
-        loss = forward_backward(model, batch, mesh, replicate)
+        loss = forward_backward(model, batch, mesh)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
         (rate,) = schedule.get_last_lr()
         optimizer.step()
@@ -423,18 +424,23 @@ def show(run, args):
     model = load_split(run, args, mesh, trial)
     with loss_parallel():
         batches = partial(make_batches, mesh=mesh, batch_size=B, device=run.device)
-        step = partial(forward_backward, model, next(batches(rows)), mesh, args.replicate)
+        step = partial(forward_backward, model, next(batches(rows)), mesh)
         trial.check_first_step(run, model, step)
+
+        def loss_held_out(count):
+            return evaluate(model, mesh, islice(batches(held), count))
+
+        trial.check_held_out(run, loss_held_out, held)
         optimizer, schedule = make_optimizer(model, args.lr, args.steps, args.warm_up)
         losses = store.resume(model, optimizer, schedule)
         left = batches(rows, first=len(losses), num_workers=args.num_workers)
         left = islice(left, args.steps - len(losses))
-        training = train(model, mesh, left, optimizer, schedule, args.replicate)
+        training = train(model, mesh, left, optimizer, schedule)
         save = partial(store.save, model, optimizer, schedule)
         training = harness.saving(training, losses, args, save)
         trial.check_steps(run, model, training, losses, store)
         harness.progress(run, trial, model, training, losses, B * S)
-        loss = evaluate(model, mesh, islice(batches(held), len(held) // B))
+        loss = loss_held_out(len(held) // B)
         harness.say_what_was_learnt(run, loss, rows, held)
         if args.output_dir:
             harness.export(run, model, tokenizer, store, DataLoader(held, B), loss)
@@ -465,12 +471,12 @@ def train_within(run, args, mesh, S):
     losses = []
     with loss_parallel():
         short = local[:, :few], local[:, :few]
-        step = partial(forward_backward, model, short, mesh, args.replicate)
+        step = partial(forward_backward, model, short, mesh)
         trial.check_first_step(run, model, step)
         trial.references.clear()
         optimizer, schedule = make_optimizer(model, args.lr, args.steps, args.warm_up)
         batches = repeat((local, local), args.steps)
-        training = train(model, mesh, batches, optimizer, schedule, args.replicate)
+        training = train(model, mesh, batches, optimizer, schedule)
         training = harness.saving(training, losses, args, lambda losses: None)
         with harness.limited_memory(run.device, args.memory_budget):
             harness.progress(run, trial, model, training, losses, ids.numel())

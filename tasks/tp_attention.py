@@ -19,10 +19,11 @@ groups, or, if there are too few, split a group. Here N = 8, K = 4 (q0 q1 use k0
     OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 2 tasks/tp_attention.py
 
 compares output, input gradient and weight gradients with the full layer's on rank 0, at the
-assignment's size (1 x 128 x 4096), at Llama-3.2-1B's, and on layer 0 of --model. First it runs the
-test of the assignment's template: causal, .sum().backward(). Then it compares causal,
-bidirectional, and causal attention with left padding, with a random gradient of the output. Last
-comes the assignment's example: layer 5 of Llama-3.2-1B, 128 tokens, .norm().backward().
+assignment's size (1 x 128 x 4096), at Llama-3.2-1B's, with biases and one KV head for all ranks,
+and on layer 0 of --model. First it runs the test of the assignment's template: causal,
+.sum().backward(). Then it compares causal, bidirectional, and causal attention with left padding,
+with a random gradient of the output. Last comes the assignment's example: layer 5 of Llama-3.2-1B,
+128 tokens, .norm().backward().
 """
 
 import torch
@@ -36,8 +37,12 @@ from utils.llama import getter
 from utils.partition import shard_heads
 from utils.shards import ReplicatedKVLinear, keep_shard
 
-ASSIGNMENT = dict(hidden_size=4096, num_attention_heads=32, num_key_value_heads=8)
-SHAPES = "assignment", "llama-3.2-1b"
+SHAPES = {
+    "assignment": dict(hidden_size=4096, num_attention_heads=32, num_key_value_heads=8),
+    "one-kv-head": dict(
+        hidden_size=512, num_attention_heads=8, num_key_value_heads=1, attention_bias=True
+    ),
+}
 
 
 def tensor_parallelize_attention(attention, mesh):
@@ -115,14 +120,14 @@ def attention_step(attention, x, loss, rotary_tables, mask):
     return y.detach(), x.grad
 
 
-def load_attention(run, config, read, mesh=None, layer_idx=0):
-    """Return a LlamaAttention, or with `mesh` this rank's share, filled by read(name, shard)."""
+def empty_attention(config, mesh=None, layer_idx=0):
+    """Return a LlamaAttention without values, or with `mesh` this rank's share of it."""
     config._attn_implementation = "sdpa"
     with torch.device("meta"):
-        attention = LlamaAttention(config, layer_idx)
+        attention = LlamaAttention(config, layer_idx).eval()
     if mesh:
         tensor_parallelize_attention(attention, mesh)
-    return loading.materialize(attention, read, run.dtype, run.device).eval()
+    return attention
 
 
 def make_inputs(run, config, batch_size, seq_len):
@@ -188,12 +193,13 @@ def compare(run, title, reference, parallel, batch_size, seq_len):
 
 
 def main():
+    shapes = ["model", *SHAPES, "llama-3.2-1b", "example"]
     parser = harness.make_parser(__doc__)
     parser.add_argument(
         "--shapes",
         nargs="+",
-        choices=["model", *SHAPES, "example"],
-        default=["model", *SHAPES, "example"],
+        choices=shapes,
+        default=shapes,
         help="which attention: layer 0 of --model, these sizes with random weights, or the "
         "assignment's example; default all",
     )
@@ -214,13 +220,16 @@ def show(run, args):
 
 def compare_model(run):
     """Compare layer 0 of --model, with its own weights."""
-    config = run.source.config
 
     def read(name, shard=None):
         return run.source.read(f"model.layers.0.self_attn.{name}", shard)
 
-    reference = load_attention(run, config, read) if run.rank == 0 else None
-    parallel = run.together(lambda: load_attention(run, config, read, run.mesh("tp")))
+    def load(mesh=None):
+        attention = empty_attention(run.source.config, mesh)
+        return loading.materialize(attention, read, run.dtype, run.device)
+
+    reference = load() if run.rank == 0 else None
+    parallel = run.together(lambda: load(run.mesh("tp")))
     compare(run, run.source.name, reference, parallel, batch_size=2, seq_len=37)
 
 
@@ -229,13 +238,14 @@ def random_layers(run, shape, layer_idx=0):
 
     Rank 0 draws the weights by the seed, and sends them; each rank keeps its slices.
     """
-    sizes = ASSIGNMENT if shape == "assignment" else loading.PRESETS[shape]  # with its RoPE
+    sizes = SHAPES.get(shape) or loading.PRESETS[shape]  # with its RoPE
     config, reference = LlamaConfig(**sizes, attn_implementation="sdpa"), None
     if run.rank == 0:
         torch.manual_seed(run.seed)
         reference = run.place(LlamaAttention(config, layer_idx)).eval()
-    read, mesh = run.deal(reference), run.mesh("tp")
-    return reference, run.together(lambda: load_attention(run, config, read, mesh, layer_idx))
+    parallel = run.together(lambda: empty_attention(config, run.mesh("tp"), layer_idx))
+    read = run.deal(reference, parallel)
+    return reference, loading.materialize(parallel, read, run.dtype, run.device)
 
 
 def show_example(run):

@@ -40,7 +40,6 @@ from utils.collectives import (
     reduce_from_region,
     subgroup,
 )
-from utils.errors import UserError
 from utils.llama import bind, check_ids, expect_same_batches, getter, guard_dropout, next_tokens
 from utils.partition import shard_heads, shard_range
 from utils.shards import (
@@ -89,8 +88,8 @@ def tensor_parallelize(model, mesh, vocab_parallel=True, region_ops=None, overla
     group, (enter, leave) = group_of_axis(mesh), region_ops or (copy_to_region, reduce_from_region)
     if overlap and region_ops:
         raise ValueError("overlap is of f, which region_ops replaces: give one of them")
-    refuse_on_slices(model)
     rank, ranks = group.rank(), group.size()
+    refuse_on_slices(model, ranks, of_vocabulary=vocab_parallel)
     guard_dropout(model, ranks)
     expect_same_batches(model, group)
     D = model.model.layers[0].self_attn.head_dim
@@ -146,10 +145,8 @@ def g(module, args, y, leave, group):
 
 def split_vocabulary(model, group, enter=copy_to_region):
     """Split embedding, LM head and loss over the vocabulary; both weights may be one (tied)."""
-    vocab_size, ranks = model.config.vocab_size, group.size()
-    if vocab_size < ranks:
-        raise UserError(f"{ranks} ranks share {vocab_size} tokens: fewer ranks")
-    rows = shard_range(vocab_size, ranks, group.rank())
+    vocab_size = model.config.vocab_size
+    rows = shard_range(vocab_size, group.size(), group.rank())
     embedding, head = model.model.embed_tokens, model.lm_head
     tied = head.weight is embedding.weight
     keep_shard(embedding, 0, *rows)

@@ -88,13 +88,13 @@ def tensor_parallelize_mlp(mlp, mesh):
 # ---------------------------------------------------------------- what is shown with it
 
 
-def load_block(run, config, read, parallelize=None):
-    """Return a Block, or with `parallelize` this rank's share, filled by read(name, shard)."""
+def empty_block(config, parallelize=None):
+    """Return a Block without values, or with `parallelize` this rank's share of it."""
     with torch.device("meta"):
         block = Block(config)
     if parallelize:
         parallelize(block)
-    return loading.materialize(block, read, run.dtype, run.device)
+    return block
 
 
 def make_demo(run, hidden_size, intermediate_size, parallelize):
@@ -109,7 +109,9 @@ def make_demo(run, hidden_size, intermediate_size, parallelize):
         torch.manual_seed(run.seed)
         reference = run.place(Block(config))  # before x: the golden values need this order
         x = torch.randn(1, hidden_size, dtype=torch.float32)
-    parallel = load_block(run, config, run.deal(reference), parallelize)
+    parallel = empty_block(config, parallelize)
+    read = run.deal(reference, parallel)
+    parallel = loading.materialize(parallel, read, run.dtype, run.device)
     return reference, parallel, run.broadcast(x).to(run.dtype)
 
 
@@ -207,9 +209,13 @@ def show(run, args):
         name = name.replace("norm", "post_attention_layernorm")
         return run.source.read(f"model.layers.0.{name}", shard)
 
+    def load(parallelize=None):
+        block = empty_block(run.source.config, parallelize)
+        return loading.materialize(block, read, run.dtype, run.device)
+
     config = run.source.config
-    reference = load_block(run, config, read) if run.rank == 0 else None
-    parallel = run.together(lambda: load_block(run, config, read, parallelize))
+    reference = load() if run.rank == 0 else None
+    parallel = run.together(lambda: load(parallelize))
     x = torch.randn(2, 5, config.hidden_size, dtype=torch.float32)
     compare(run, args.model, reference, parallel, run.broadcast(x).to(run.dtype))
 

@@ -29,6 +29,7 @@ import harness
 from tp_llama import split_vocabulary, tensor_parallelize
 from utils.collectives import group_of_axis
 from utils.errors import UserError
+from utils.llama import expect_same_batches
 from utils.losses import mean_loss, token_losses
 from utils.partition import shard_range
 from utils.shards import refuse_on_slices
@@ -38,8 +39,10 @@ from utils.shards import refuse_on_slices
 
 def split_loss_alone(model, mesh):
     """Split the vocabulary alone (loss parallel): each rank has the same, full layers."""
-    refuse_on_slices(model)
-    split_vocabulary(model, group_of_axis(mesh))
+    group = group_of_axis(mesh)
+    refuse_on_slices(model, group.size(), of_heads=False)
+    expect_same_batches(model, group)
+    split_vocabulary(model, group)
 
 
 VOCABULARY, LAYERS = ("embed_tokens", "lm_head"), ("self_attn", "mlp")
@@ -57,15 +60,10 @@ def main():
     parser = harness.make_parser(__doc__)
     add = parser.add_argument
     add("--text", default="i love tensor parallelism.", help="the sentence; default '%(default)s'")
-    add(
-        "--batch-size",
-        type=harness.positive,
-        default=2,
-        help="sequences of the padded batch; default 2",
-    )
+    add("--batch-size", type=harness.positive, default=2, help="of the padded batch; default 2")
     add("--seq-len", type=harness.positive, default=64, help="its tokens a sequence; default 64")
     add("--iterations", type=harness.positive, default=5, help="of each training; default 5")
-    add("--lr", type=harness.rate, default=0.02, help="of SGD; default 0.02")
+    add("--lr", type=harness.rate, help="of SGD; default 0.5 / the model's width")
     add(
         "--profile",
         action="store_true",
@@ -91,6 +89,9 @@ def show(run, args):
     mesh = run.mesh("tp")
     if args.profile:
         return profile(run, mesh, args)
+    lr = args.lr or 0.5 / run.source.config.hidden_size  # a larger one may diverge
+    if run.dtype == torch.bfloat16:  # it loses small changes
+        run.print0("note: in bfloat16 only the first iteration's loss and gradients are compared")
     references = [one for one in [run.load_reference()] if one]
     for name, (split, _) in SPLITS.items():
         check_split(run, name, run.load_model(partial(split, mesh=mesh)), references)
@@ -100,7 +101,7 @@ def show(run, args):
         raise UserError(f"--text {args.text!r}: {tokens} tokens, too short, use 3 or more")
     sentence = harness.make_batch(run, 1, tokens, args.text)
     for batch in sentence, harness.make_batch(run, args.batch_size, args.seq_len):
-        show_training(run, mesh, batch, args.lr, args.iterations)
+        show_training(run, mesh, batch, lr, args.iterations)
 
 
 def check_split(run, name, model, references=None):
@@ -111,7 +112,11 @@ def check_split(run, name, model, references=None):
 
 
 def show_training(run, mesh, batch, lr, iterations):
-    """Compare each split with the unmodified model: all losses, and the changes of parameters."""
+    """Compare each split with the unmodified model: all losses, and the changes of parameters.
+
+    In bfloat16, which has no digits for small changes: the first iteration's loss and gradients.
+    Raises UserError for a learning rate with which rounding alone changes what is compared.
+    """
     ids, mask, _ = batch
     only, exactly = harness.compared_layers(run), run.dtype != torch.bfloat16
     references = [one for one in [run.load_reference()] if one]
@@ -119,25 +124,43 @@ def show_training(run, mesh, batch, lr, iterations):
 
     def trained(model, loss):
         """Train; return the losses. Each parameter's .grad is then its change by the training."""
-        steps = partial(
-            harness.train_on_batch, model, loss, batch, SGD(model.parameters(), lr), iterations
-        )
+        optimizer = SGD(model.parameters(), lr)
+        steps = partial(harness.train_on_batch, model, loss, batch, optimizer, iterations)
         return harness.keep_changes(list(model.parameters()), steps)[1]
 
+    def first_gradients(model, loss):
+        """Fill in the gradients of the first iteration."""
+        harness.train_on_batch(model, loss, batch, SGD(model.parameters(), lr=0.0), 1)
+
     def expect(model):
-        """Return an unmodified model's losses, and the tokens' losses of which they are means."""
+        """Return an unmodified model's losses, and the tokens' losses of which they are means.
+
+        Each parameter's .grad is then its change by the training, or in bfloat16 its gradient.
+        """
         kept = []
+        if not exactly:
+            first_gradients(model, harness.plain_loss)
+            gradients = [parameter.grad for parameter in model.parameters()]
 
         def loss(model, labels, **inputs):
             kept.append(token_losses(model(**inputs).logits, labels))
             return mean_loss(kept[-1], labels)
 
-        return trained(model, loss), torch.stack(kept).detach()
+        losses = trained(model, loss)
+        if not exactly:
+            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+                parameter.grad = gradient
+        return losses, torch.stack(kept).detach()
 
     expected, tokens = run.reference_values(expect, references)
-    # Rounding of weights shifts all later losses the same way: their errors do not average out.
-    least_error = harness.LIMITS["rms"] * harness.error_of_mean(*tokens)
     harness.refuse_not_finite(torch.cat(expected), lr)
+    if exactly:
+        # Rounding of weights shifts all later losses the same way: errors do not average out.
+        least_error = harness.LIMITS["rms"] * harness.error_of_mean(*tokens)
+        changes = [[parameter.grad for parameter in one.parameters()] for one in references]
+        harness.refuse_rounding(run, [[[losses] for losses in expected], changes], lr)
+    else:
+        least_error = harness.error_of_mean(*(losses[:1] for losses in tokens))
     for wide in references[1:]:
         for parameter, exact in zip(references[0].parameters(), wide.parameters(), strict=True):
             parameter.exact_grad = exact.grad.float()
@@ -146,6 +169,10 @@ def show_training(run, mesh, batch, lr, iterations):
     for name, (split, _) in SPLITS.items():
         model = run.load_model(partial(split, mesh=mesh))
         loss = harness.plain_loss if name == "TP" else harness.own_loss
+        if not exactly:
+            first_gradients(model, loss)
+            gradients = f"{name}, {title}: gradients of the first iteration"
+            harness.compare_gradients(run, gradients, model, references, only)
         table[name] = trained(model, loss)
         compared = [values if exactly else values[:1] for values in (table[name], *expected)]
         run.check(f"{name}, {title}: losses", [compared], least_error=least_error)

@@ -33,6 +33,7 @@ resumes, with the same results to the bit; under `torchrun --max-restarts` it do
 """
 
 import math
+import weakref
 from functools import partial
 from pathlib import Path
 
@@ -46,7 +47,7 @@ from ulysses_forward import sequence_parallelize
 from utils.collectives import all_gather
 from utils.errors import UserError
 from utils.gradients import new_gradients
-from utils.llama import llama_of, trained_parameters
+from utils.llama import PROMPTED, llama_of, trained_parameters
 from utils.replicas import sum_gradients
 from utils.sequence import documents_of
 
@@ -103,6 +104,9 @@ def shift_and_split(model, labels):
 
     Labels are shifted before they are split: a token's next token may be on another rank.
     """
+    from guards.agreement import check_forward
+
+    check_forward(model, {"labels": labels})  # raises ValueError where ranks have others
     local = model.tokens(labels.shape[1])
     targets = F.pad(labels, (0, 1), value=-100)[:, 1:]
     count = (targets != -100).sum()
@@ -176,10 +180,8 @@ def virtual_tokens(model, batch_size):
     enabled = getattr(model.forward, "__self__", model) is model  # not under `disable_adapter`
     if config and config.is_prompt_learning and enabled:
         if (peft_type := config.peft_type) not in ("PROMPT_TUNING", "P_TUNING"):
-            raise ValueError(
-                f"{peft_type.value}: of PEFT's prompts this loss takes only PROMPT_TUNING and "
-                "P_TUNING"
-            )
+            raise ValueError(f"{peft_type.value}: of PEFT's prompts only PROMPT_TUNING, P_TUNING")
+        PROMPTED[llama_of(model)] = weakref.ref(model)  # whose prompt is compared between ranks
         return model.get_prompt(batch_size)
     return torch.empty(batch_size, 0, model.config.hidden_size, device=model.device)
 

@@ -44,7 +44,6 @@ from utils.sequence import (
     MaskInfo,
     SequenceParallelLlama,
     as_attention_takes,
-    assign_heads,
     check_window,
     convert_attention,
     seq_len,
@@ -198,8 +197,7 @@ def sequence_parallelize(model, mesh):
     Source: DeepSpeed-Ulysses, arXiv 2309.14509, section 3.
     """
     group = group_of_axis(mesh)
-    convert_attention(model, SequenceParallelLlama, group, "ulysses", attend_to_all_tokens)
-    assign_heads(model, group)
+    convert_attention(model, SequenceParallelLlama, group, "ulysses", attend_to_all_tokens, group)
     guard_dropout(model, group.size())
     return model
 

@@ -275,7 +275,7 @@ def pretraining(ids, shapes):
         with loss_parallel():
             for part in ids.chunk(K):
                 own = split_by_rank(part, mesh["dp"])
-                pretrain_2d.forward_backward(model, (own, own), mesh, replicate)
+                pretrain_2d.forward_backward(model, (own, own), mesh)
         compare(f"pretraining, {{shape}}, {{replicate}}", model, whole)
 
 if __name__ == "__main__":

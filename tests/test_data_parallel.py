@@ -30,6 +30,8 @@ def test_partitioner():
     parts = [DataPartitioner(data).use(i) for i in range(3)]
     assert [len(part) for part in parts] == [71, 20, 10]
     assert sorted(chain(*parts)) == sorted(data) and list(chain(*parts)) != data
+    short = DataPartitioner(range(2_000_000), [1 / 3 - 2e-7] * 3)  # they add up to less than 1
+    assert sum(len(short.use(i)) for i in range(3)) == 2_000_000
     again = DataPartitioner(data, seed=1234).use(1)
     assert list(again) == list(parts[1]) != list(DataPartitioner(data, seed=1).use(1))
     assert list(Partition("abcd", [3, 1])) == ["d", "b"] and len(Partition("abcd", [])) == 0

@@ -24,10 +24,20 @@ def test_refused():
     """A cache that grows, one that is too short, and no new token."""
     model = LlamaForCausalLM.from_pretrained(TINY, dtype=torch.float32)
     ids, heads = torch.ones(1, 5, dtype=torch.long), model.config.num_key_value_heads
-    for kind, length, new_tokens in ("dynamic", 9, 4), ("static", 8, 4), ("static", 9, 0):
+    for kind, length, new_tokens, said in (
+        ("dynamic", 9, 4, "a StaticCache"), ("static", 9, 0, "a StaticCache"),
+        ("static", 8, 4, "a cache of 8 tokens: 9 are needed"),
+        ("static", 3, 4, "a cache of 3 tokens: 9 are needed"),
+    ):  # fmt: skip
         cache = make_cache(kind, model, heads, 1, length)
-        with pytest.raises(ValueError, match=r"a StaticCache|a cache of 8 tokens: 9 are needed"):
+        with pytest.raises(ValueError, match=said):
             generate_in_place(model, ids, ids, new_tokens, choose_from_full_logits, cache)
+    for kind in "dynamic", "static":  # one that has another text's tokens
+        cache = make_cache(kind, model, heads, 1, 20)
+        generate(model, ids, ids, 4, choose_from_full_logits, cache)
+        for function in (generate, generate_in_place)[: 1 + (kind == "static")]:
+            with pytest.raises(ValueError, match="a cache that has tokens already"):
+                function(model, ids, ids, 4, choose_from_full_logits, cache)
 
 
 @pytest.mark.parametrize(

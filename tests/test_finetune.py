@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import launch
 import loading.text
@@ -330,6 +330,20 @@ def test_state_that_is_not_restored(edit, trained, tmp_path):
     args = ["--steps", 6, "--output-dir", folder, "--resume"]
     result, _ = finetune(tmp_path, *args, script=tmp_path / SCRIPT.name)
     assert result.code == 1 and "FAILED state as it was saved" in result.out, result.tail()
+
+
+def test_from_another_device(trained, tmp_path):
+    """A checkpoint that has a GPU's random state, too, goes on where there is no GPU."""
+    folder = shutil.copytree(trained, tmp_path / "out")
+    newest = max(folder.glob("step-*"))
+    tensors = load_file(newest / checkpoint.STATE)
+    tensors["random.another"] = torch.full((1, 16), 7, dtype=torch.uint8)
+    save_file(tensors, newest / checkpoint.STATE)
+    manifest = json.loads((newest / checkpoint.MANIFEST).read_text())
+    manifest[checkpoint.STATE] = checkpoint.digest(newest / checkpoint.STATE)
+    (newest / checkpoint.MANIFEST).write_text(json.dumps(manifest))
+    result, _ = finetune(tmp_path, "--steps", 6, "--output-dir", folder, "--resume")
+    assert result.code == 0 and "resumed after 4 steps" in result.out, result.tail()
 
 
 def flip(path):

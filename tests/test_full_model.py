@@ -11,7 +11,7 @@ from transformers import LlamaForCausalLM
 import launch
 from conftest import make_llama
 from pages import CODE
-from planting import plant
+from planting import plant, replace
 from utils.full_model import save_pretrained
 
 
@@ -230,7 +230,11 @@ BUGS = {
         "in the full state",
     ),
     "an earlier index stays": (
-        "full TP", 2, "full_model.py", "earlier.unlink(missing_ok=True)", "pass", "AssertionError",
+        "full TP", 2, "full_model.py", "(folder / INDEX).unlink(missing_ok=True)", "pass",
+        "AssertionError",
+    ),
+    "earlier files stay": (
+        "full TP", 2, "full_model.py", "earlier.unlink()", "pass", "AssertionError",
     ),
     "the folder says how it was split": (
         "full Ulysses", 2, "full_model.py",
@@ -272,8 +276,10 @@ BUGS = {
         "not refused: which share each batch",
     ),
     "DDP takes a part of a split model": (
-        "shared_batches", 2, "agreement.py", "model.model.batch_groups = model.batch_groups",
-        "pass", "not refused: which share each batch",
+        "shared_batches", 2, "agreement.py",
+        "model.model.batch_groups, model.model.row_at_split = model.batch_groups, "
+        "model.row_at_split", "model.model.row_at_split = model.row_at_split",
+        "not refused: which share each batch",
     ),
     "other seeds are not seen": (
         "shared_batches", 2, "agreement.py", "if differ(starts):", "if False:",
@@ -301,7 +307,7 @@ BUGS = {
     ),
     "each rank clips by its own tokens": (
         "shared_batches", 2, "training.py",
-        'patch_with_check(nn.utils, "clip_grads_with_norm_", note_clipping)', "pass",
+        'patch_with_check(nn.utils, "clip_grads_with_norm_", note_clipping, "parameters")', "pass",
         "not refused: call sum_gradients",
     ),
     "slices of different weights are added up": (
@@ -433,8 +439,8 @@ BUGS = {
         "aten._scaled_dot_product_flash_attention_for_cpu.default,", "", "Ulysses: attention {",
     ),
     "Adam begins anew": (
-        "resume TP", 2, "sharded_checkpoint.py", "{key: torch.tensor(value, device=device) for",
-        "{key: torch.tensor(0 * value, device=device) for", "resumed",
+        "resume TP", 2, "sharded_checkpoint.py", "torch.tensor(x, dtype=wide, device=device) for",
+        "torch.tensor(0 * x, dtype=wide, device=device) for", "resumed",
     ),
     "a moment is forgotten": (
         "resume DTensor", 2, "sharded_checkpoint.py", "local_part(tensor.detach()).copy_(values)",
@@ -488,6 +494,13 @@ def with_marks():
     quick = "all that ranks have counts", "a piece changes on its way", "slices pass for a state"
     for name in BUGS:
         yield pytest.param(name, marks=[STRESS] * (name not in quick))
+
+
+def test_every_bug_has_its_place():
+    """Also of those that are planted in `make stress` alone."""
+    for _, _, file, right, wrong, _ in BUGS.values():
+        (path,) = launch.TASKS.rglob(file)
+        assert replace(path.read_text(), right, wrong) != path.read_text()
 
 
 @pytest.mark.parametrize("name", list(with_marks()))

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from peft import LoraConfig, get_peft_model
+from peft import LoHaConfig, LoraConfig, get_peft_model
 from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -22,7 +22,7 @@ from figures.plan import longest
 from harness.finetune import ALONE
 from harness.float64 import compute_in_float64
 from harness.memory_profile import record_memory
-from memory import saved_outputs
+from memory import long_sequence, saved_outputs
 from memory.head_groups import plan_rounds
 from memory.long_sequence import Techniques, sequence_loss, supported_techniques
 from utils.kernels import cpu_kernel_supports_gqa
@@ -176,7 +176,7 @@ def test_offload_keeps_little_on_the_device(alone, monkeypatch):
     monkeypatch.setattr(saved_outputs.Saved, "away", counted)
     monkeypatch.setattr(torch, "empty_like", pinned)
     monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     again, same = run_step(model, techniques, alone)
     assert torch.equal(loss, again) and torch.equal(grad, same)
     assert len(most) > 5 and max(most) <= 3
@@ -204,6 +204,9 @@ def lora(model, **settings):
 OBSTACLES = {
     "attention has dropout": lambda: small_llama(attention_dropout=0.1),
     "a layer has dropout": lambda: lora(small_llama(), lora_dropout=0.1).get_base_model(),
+    "model.layers.0.mlp.down_proj drops parts of an adapter's weights": lambda: get_peft_model(
+        small_llama(), LoHaConfig(target_modules=["down_proj"], module_dropout=0.5)
+    ).get_base_model(),
     "a projection is neither linear nor LoRA": lambda: lora(
         small_llama(), use_dora=True
     ).get_base_model(),
@@ -250,6 +253,26 @@ def test_biases_are_carried(alone):
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
             torch.testing.assert_close(weights[name], parameter.grad, rtol=1e-10, atol=1e-10)
+
+
+def test_under_autocast(alone, monkeypatch):
+    """Attention in bfloat16, both ways; no farther from float32 than layers that keep all."""
+    dtypes, model = [], small_llama()
+
+    def spy(function, *qkv):
+        dtypes.append(qkv[0].dtype)
+        return function(*qkv)
+
+    for name in "attend", "attend_backward":
+        monkeypatch.setattr(long_sequence, name, partial(spy, getattr(long_sequence, name)))
+    _, exact = run_step(model, Techniques("plain"), alone)
+    errors = []
+    for techniques in Techniques("plain"), Techniques(tile_tokens=5):
+        with torch.autocast("cpu", torch.bfloat16):
+            _, grad = run_step(model, techniques, alone)
+        errors.append((grad - exact).norm())
+    assert len(dtypes) == 2 * 2 * 5 and {*dtypes} == {torch.bfloat16}, dtypes
+    assert 0 < errors[1] < 2 * errors[0], errors
 
 
 @pytest.mark.parametrize("nproc", [pytest.param(1, marks=pytest.mark.stress), 2])

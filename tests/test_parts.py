@@ -29,6 +29,7 @@ from loading.architectures import DROPOUTS, LLAMA_AND_GPT2, count_parameters, re
 from loading.models import TINY, Source
 from loading.presets import LLAMA3_ROPE, PRESETS
 from utils.partition import shard_heads, shard_range
+from utils.sequence import MaskInfo
 from utils.shards import keep_shard, shard_of
 
 CPU = torch.device("cpu")
@@ -658,3 +659,22 @@ def test_verbose(tmp_path):
     assert any("reference's own" in d and "rms 0." in d for d in details), details
     left = [line for line in lines if not line.startswith("    rank ")]
     assert left == short.out.splitlines()
+
+
+def test_what_a_mask_is_made_of():
+    """Padding or documents; with both, one of them would be forgotten."""
+    real, documents = torch.ones(2, 5, dtype=torch.bool), torch.arange(10).view(2, 5)
+    for fields in {"real": real}, {"documents": documents}:
+        again = MaskInfo.from_tensor(MaskInfo(5, **fields).to_tensor())
+        assert all(torch.equal(getattr(again, name), value) for name, value in fields.items())
+    with pytest.raises(ValueError, match="padding or documents, not both"):
+        MaskInfo(5, real, documents)
+
+
+@pytest.mark.parametrize(("set_to", "more"), [("SIG_DFL", ["SIGHUP"]), ("SIG_IGN", [])])
+def test_a_closed_terminal(set_to, more):
+    """It stops a job, but for one that nohup has started."""
+    code = f"import signal; signal.signal(signal.SIGHUP, signal.{set_to}); "
+    code += "from harness.environment import STOPPING; print(*(one.name for one in STOPPING))"
+    result = launch.run([sys.executable, "-c", code], env={"PYTHONPATH": str(launch.TASKS)})
+    assert result.code == 0 and result.out.split() == ["SIGINT", "SIGTERM", *more], result.tail()

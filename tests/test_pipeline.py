@@ -6,7 +6,9 @@ import queue
 import re
 import sys
 import threading
+from functools import partial
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,7 +22,7 @@ from figures.bench import report
 from loading.architectures import LLAMA_AND_GPT2
 from loading.models import Source
 from pages import same
-from pipeline_llama import gpipe, keep_stage, one_forward_one_backward
+from pipeline_llama import gpipe, keep_stage, one_forward_one_backward, run_by_hand
 from pipeline_threads import (
     ModelParallel,
     Pipe,
@@ -31,6 +33,7 @@ from pipeline_threads import (
     one_after_the_other,
     split_module,
 )
+from utils import point_to_point
 from utils.errors import UserError
 from utils.stages import balance, clock_cycles
 
@@ -187,6 +190,166 @@ def test_gpt2_in_a_sequential(tied):
             torch.testing.assert_close(grad, parameter.grad, rtol=0, atol=1e-12)
 
 
+def tiny(**changes):
+    source = Source("tiny")
+    for name, value in changes.items():
+        setattr(source.config, name, value)
+    return source.load_model(torch.float64, torch.device("cpu"))
+
+
+def test_stops_that_leave_out_layers():
+    """Of a model in one process, and of stages: each layer is in one of them."""
+    for stops in (2, 4, 4), (2, 4, 6), (2, 1, 5), (0, 2, 5), (2, 2, 5):
+        with pytest.raises(ValueError, match="they do not divide 5 layers"):
+            ModelParallel(tiny(), stops, CPU)
+        with pytest.raises(ValueError, match="they do not divide 5 layers"):
+            keep_stage(tiny(), stops, 0)
+    for stops in (5,), (1, 2, 3, 5), ():
+        with pytest.raises(ValueError, match=f"{len(stops)} stages for 3 devices"):
+            ModelParallel(tiny(), stops, CPU)
+
+
+def test_attention_that_needs_a_mask():
+    """It would see the future, or more than its window."""
+    model = tiny()
+    model.set_attn_implementation("eager")
+    with pytest.raises(ValueError, match="eager attention needs a mask"):
+        ModelParallel(model, (2, 3, 5), CPU)
+    model = tiny()
+    model.config.sliding_window = 4
+    with pytest.raises(ValueError, match="a sliding window"):
+        ModelParallel(model, (2, 3, 5), CPU)
+
+
+def test_copies_of_a_tied_embedding():
+    """Frozen they stay frozen; a sum of sums is refused; a second wrapper knows of the first."""
+    ids = torch.arange(4 * 9).view(4, 9)
+    whole, model = tiny(), tiny()
+    frozen = tiny()
+    frozen.model.embed_tokens.weight.requires_grad_(False)
+    split = ModelParallel(frozen, (2, 3, 5), CPU)
+    split(ids).square().mean().backward()
+    split.sum_tied()
+    assert not frozen.lm_head.weight.requires_grad and frozen.lm_head.weight.grad is None
+    ModelParallel(model, (2, 3, 5), CPU)
+    split = ModelParallel(model, (1, 2, 5), CPU)
+    for turn in range(2):
+        for rows in ids.split(2):
+            split(rows).square().mean().backward()
+            whole(rows).logits.square().mean().backward()
+        split.sum_tied()
+        expected = whole.lm_head.weight.grad
+        for copied in model.lm_head, model.model.embed_tokens:
+            torch.testing.assert_close(copied.weight.grad, expected, rtol=0, atol=1e-12)
+        with pytest.raises(ValueError, match="sums of both copies"):
+            split.sum_tied()
+        with pytest.raises(ValueError, match="added to gradients that are sums"):
+            split(ids).square().mean().backward()
+        for one in whole, model:
+            one.zero_grad(set_to_none=bool(turn))
+
+
+class Network:
+    """Messages as NCCL runs them: all of a rank's in a group in the order of its calls.
+
+    A message begins when it is the next one of both ranks. It holds none back: whoever sends waits.
+    """
+
+    def __init__(self, timeout):
+        self.moved, self.streams, self.timeout = threading.Condition(), {}, timeout
+        self.local = threading.local()  # rank: of this thread
+
+    def isend(self, tensor, group, group_dst):
+        return self.post(group, "send", group_dst, tensor)
+
+    def irecv(self, tensor, group, group_src):
+        return self.post(group, "receive", group_src, tensor)
+
+    def get_backend(self, group):
+        return "nccl"
+
+    def post(self, group, kind, peer, tensor):
+        message = SimpleNamespace(kind=kind, peer=peer, tensor=tensor, is_done=False)
+        message.wait = partial(self.wait, message)
+        message.is_completed = lambda: message.is_done
+        with self.moved:
+            self.streams.setdefault((group, self.local.rank), []).append(message)
+            while self.advance():
+                self.moved.notify_all()
+        return message
+
+    def advance(self):
+        """Run one message; return whether there was one."""
+        for (group, rank), stream in self.streams.items():
+            other = stream and self.streams.get((group, stream[0].peer))
+            if not other or (stream[0].kind, other[0].kind) != ("send", "receive"):
+                continue
+            if other[0].peer == rank:
+                other[0].tensor.copy_(stream[0].tensor)
+                stream.pop(0).is_done = other.pop(0).is_done = True
+                return True
+        return False
+
+    def wait(self, message):
+        with self.moved:
+            if not self.moved.wait_for(message.is_completed, self.timeout):
+                raise TimeoutError
+
+
+class StageOfSums(nn.Module):
+    """A stage of a pipeline as small as can be: 2 tokens, hidden size 3."""
+
+    def __init__(self, index, ranks):
+        super().__init__()
+        self.index, self.is_first, self.is_last = index, index == 0, index == ranks - 1
+        self.weight, self.config = nn.Parameter(torch.ones(3)), SimpleNamespace(hidden_size=3)
+
+    def forward(self, x, mask):
+        return self.weight * (x[..., None].float().expand(-1, -1, 3) if self.is_first else x)
+
+
+def run_on_network(monkeypatch, schedule, ranks, count, groups, timeout):
+    """Run a step in `ranks` threads; return {rank: (losses, gradient)}, or raise TimeoutError."""
+    network, results = Network(timeout), {}
+    monkeypatch.setattr(point_to_point, "dist", network)
+    one = torch.ones(1, 2)
+
+    def rank_of(rank):
+        network.local.rank = rank
+        stage, order = StageOfSums(rank, ranks), schedule(count, ranks, rank)
+        try:
+            batch = [(one, one, one)] * count
+            losses, _ = run_by_hand(stage, order, batch, lambda y, _: y.sum(), *groups)
+            results[rank] = torch.tensor(losses), stage.weight.grad
+        except TimeoutError as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=rank_of, args=[rank]) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for error in results.values():
+        if isinstance(error, TimeoutError):
+            raise error
+    return results
+
+
+@pytest.mark.parametrize("schedule", [gpipe, one_forward_one_backward])
+def test_messages_in_the_order_of_calls(schedule, monkeypatch):
+    """No rank waits for ever, though NCCL runs a rank's messages in a group one by one."""
+    for ranks, count in (1, 3), (2, 3), (3, 3), (3, 8), (4, 2), (4, 4), (4, 9), (5, 8):
+        groups = ("down", "down 2"), ("up", "up 2")
+        results = run_on_network(monkeypatch, schedule, ranks, count, groups, 60)
+        assert torch.equal(results[ranks - 1][0], torch.full([count], 6.0))
+        for _, grad in results.values():
+            assert torch.equal(grad, torch.full([3], 2.0 * count))
+    if schedule is one_forward_one_backward:  # with fewer groups they would
+        with pytest.raises(TimeoutError):
+            groups = ("down", "down"), ("up", "up")
+            run_on_network(monkeypatch, schedule, 4, 8, groups, 2)
+
+
 def test_hidden_states():
     """Of a layer of either generation of the library."""
     x = torch.ones(2)
@@ -273,6 +436,36 @@ def test_edges_of_a_pipe(batch, split_size, by_workers):
 def test_pipe_refuses(module, split_size, x, message):
     with pytest.raises(ValueError, match=message):
         Pipe(module(), split_size)(x)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_interrupted_pipe(backward):
+    """Ctrl-C while the caller waits: what the workers still return is not the next batch's."""
+    whole, x = stack(), torch.randn(9, 8, dtype=torch.float64)
+    expected, pipe = [tensor.clone() for tensor in step(whole, x)], Pipe(whole, 2)
+    y = pipe(2 * x)
+    threads, results = threading.active_count(), pipe.out_queues[1]
+    get = results.get
+
+    def interrupted():
+        results.get = get
+        raise KeyboardInterrupt
+
+    results.get = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        y.sum().backward() if backward else pipe(3 * x)
+    assert_same(expected, step(pipe, x))
+    assert_same(expected, step(pipe, x))
+    assert threading.active_count() <= threads  # the earlier workers have ended
+
+
+def test_operations_in_place():
+    """A partition may begin with one; autograd would not let it change what its graph begins at."""
+    modules = [nn.Linear(8, 8), nn.ReLU(inplace=True), nn.Linear(8, 8), nn.Linear(8, 8)]
+    whole = nn.Sequential(*map(WithDevice, modules, [CPU[0], CPU[1], CPU[1], CPU[2]])).double()
+    x = torch.randn(9, 8, dtype=torch.float64)
+    for by_workers in True, False:
+        assert_same(step(whole, x), step(pipe_of(whole, 2, by_workers), x))
 
 
 @pytest.mark.parametrize("by_workers", [True, False])
@@ -520,7 +713,7 @@ sys.path.insert(0, {tasks!r})
 from functools import partial
 import torch, torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from pipeline_llama import Pipeline, keep_stage
+from pipeline_llama import KEPT, Pipeline, keep_stage
 from harness.model_checks import plain_loss
 from loading.models import Source
 
@@ -603,6 +796,24 @@ if __name__ == "__main__":
             torch.testing.assert_close(mine, copied, rtol=0, atol=0)
         parameters = [{{*each.stages[0].parameters()}} for each in (one, other)]
         assert not set.intersection(*parameters) and other.group is one.group
+    for trains in (False, True, False):  # PyTorch's schedules keep what they saw
+        if rank == 0:
+            stage.requires_grad_(trains)
+        results = []
+        for one in pipe, by_torch:
+            stage.zero_grad()
+            one.step(ids, mask, ids, [2, 2])
+            results.append([p.grad for p in stage.parameters()])
+        for mine, theirs in zip(*results, strict=True):
+            assert (mine is None) == (theirs is None)
+            if mine is not None:
+                torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12)
+    stage.requires_grad_(True)
+    for length in (*range(2, 3 + KEPT), 2):  # schedules for each length; those of old ones go
+        short = ids[:, :length], mask[:, :length], ids[:, :length], [2, 2]
+        losses = [one.step(*short)[0] for one in (pipe, by_torch)]
+        torch.testing.assert_close(*losses, rtol=0, atol=0)
+    assert len(by_torch.made) == KEPT
     dist.barrier()
     print("stepped")
 """

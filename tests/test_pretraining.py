@@ -15,7 +15,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 import launch
 from checkpoints.checkpoint import list_checkpoints, step_of
-from checkpoints.sharded_checkpoint import STATES, read_region
+from checkpoints.sharded_checkpoint import STATES, read_region, sum_by_place
 from conftest import make_llama
 from loading.documents import BOT, EOT, PAD, Rows, bigram_loss, load_rows
 from loading.models import TINY, Source
@@ -147,6 +147,21 @@ def test_no_document_twice(tmp_path):
     text.write_text("\n\n".join(["The same.", "Another.", "A third."] * 100))
     result = launch.ranks(FILE, "--text", text, nproc=1, folder=tmp_path)
     result.assert_refused("3 documents: a tenth of them")
+
+
+def test_sum_by_place():
+    """It tells signs and places apart, and is the same for all ways to split a tensor."""
+    x = torch.randn(6, 5, 3, generator=torch.Generator().manual_seed(0))
+    full = [slice(0, size) for size in x.shape]
+    total = sum_by_place(x, full)
+    halves = [
+        sum_by_place(x[:4], [slice(0, 4), *full[1:]]),
+        sum_by_place(x[4:], [slice(4, 6), *full[1:]]),
+    ]
+    torch.testing.assert_close(sum(halves), total, rtol=1e-13, atol=0)
+    for other in -x, x.flip(0), x.flip(1), x.flip(2), x.roll(1, 1), 1.001 * x:
+        assert abs(sum_by_place(other, full) / total - 1) > 1e-4
+    assert sum_by_place(torch.tensor(2.0), []) == 6
 
 
 def test_more_columns_than_heads(odd_llama, tmp_path):

@@ -171,9 +171,14 @@ def test_environment_of_another(changed, said, tmp_path):
     (site / "torch.py").write_text(f"__version__ = '{PINS['torch']}+made.up'\n")
     offline = {"PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": "/dev/null", "PIP_FIND_LINKS": ""}
     make = ["make", ".venv/ready", f"PYTHON={other / 'bin' / 'python'}"]
+    elsewhere = tmp_path / "environment of another checkout"
+    elsewhere.mkdir()
+    (elsewhere / "ready").touch()
+    (tmp_path / ".venv").symlink_to(elsewhere)
     result = launch.run(make, cwd=tmp_path, env=offline)
     assert f".venv: using the PyTorch {PINS['torch']}+made.up of " in result.out, result.tail()
     python = tmp_path / ".venv" / "bin" / "python"
+    assert (elsewhere / "ready").exists()
     refused = "peft" in changed
     if refused:
         lines = [line for line in result.errors() if said in line]

@@ -54,7 +54,8 @@ def test_json_lines_and_plain_text(tmp_path):
     lines = write_json(tmp_path / "a.jsonl")
     plain = write_plain(tmp_path / "a.txt")
     odd = tmp_path / "odd.txt"  # a byte-order mark, CRLF, NULs, blanks, documents twice
-    content = "\r\n\r\n \t\r\n".join(text.replace("\n", "\r\n") for text in [*TEXTS, TEXTS[3]])
+    between = "\r\n\u3000\xa0\r\n \t\r\n"
+    content = between.join(text.replace("\n", "\r\n") for text in [*TEXTS, TEXTS[3]])
     odd.write_bytes(b"\xef\xbb\xbf\r\n\r\n" + content.encode() + b"\0\r\n\r\n\0\r\n")
     by_first_line = tmp_path / "b.txt"
     by_first_line.write_text(lines.read_text().replace("\n", "\r\n\n"))

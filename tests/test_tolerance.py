@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import launch
 from figures.bench import few_tokens
 from harness import float64, tolerance
-from harness.checks import Comparison
+from harness.checks import Comparison, nearest_of
 from harness.float64 import compute_in_float64
 from harness.generation import check_text
 from harness.model_checks import model_step, plain_loss
@@ -165,6 +165,20 @@ def test_sums_of_few_rows(tokens):
     assert nearest(len(weight)) < 1
     many = [measure(exact * (1 + 1e-3), reference, exact)]
     assert nearest(len(weight)) > 1
+
+
+def test_largest_share():
+    """Of all tensors of a check, and not of the one that is nearest to a limit."""
+    actual, reference, exact = three(40, 50)
+    run, rounded, right = three(40, 50, noise=1e-3)
+    pairs = (actual * (1 + 1e-4), reference, exact), (run, rounded, right)
+    many = [measure(*pair) for pair in pairs]
+    record = nearest_of(many, torch.float32, worst_relative(many[:1]), 1)
+    assert record["max_abs_diff"] / record["max_abs_reference"] < 2e-4  # it is the first
+    expected = ((run - right).abs().max() / right.abs().max()).item()
+    assert record["largest_share"] == pytest.approx(expected, rel=1e-3) and expected > 5e-4
+    nothing = three(40, 50, noise=1e3)  # only rounding
+    assert measure(*nothing).largest_share == 0.0
 
 
 def test_independent_roundings():

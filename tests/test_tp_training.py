@@ -97,6 +97,7 @@ def test_full_logits_where_they_are_to_be_split(odd_llama, tmp_path):
     ("flags", "message"),
     [
         (["--lr", "9e5"], "--lr 900000.0: a loss or a norm is not finite"),
+        (["--lr", "30"], "--lr 30.0: rounding alone changes the training by"),
         (["--text", "a"], "--text 'a': 1 tokens, too short"),
         (["--text", "\udcff"], "--text '\\udcff': not valid Unicode"),
         (["--seq-len", "2"], "--seq-len 2: too short to compare"),

@@ -78,6 +78,7 @@ TASK = {
         ("loss of the first step", "^loss of the first step$"),
         ("gradients of all weights", "^gradients of the first step"),
         ("losses of ten steps of AdamW", "^losses of"),
+        ("the loss of texts held out", "^held-out loss"),
         ("norms of all gradients, over both axes", "^norms of"),
         ("learning rates", "^learning rates"),
         ("copies of a norm, to the bit", "^copies of"),

@@ -90,8 +90,10 @@ def record(path, scripts=()):
     The latter, in float32 and without notes, which depend on the machine, goes to outputs/.
     scripts: only these, into the records that are there.
     """
-    before = json.loads(path.read_text()) if scripts else {"summary": {}, "tasks": {}}
-    whole = before | here_and_now()
+    whole = {"summary": {}, "tasks": {}, "dates": {}}
+    if scripts:
+        whole = json.loads(path.read_text())
+    now = here_and_now()
     for script in scripts or TASK:
         _, ranks, flags, claims = TASK[script]
         for dtype in DTYPES:
@@ -100,16 +102,21 @@ def record(path, scripts=()):
             run, done = torchrun(TASKS / f"{script}.py", ranks, *words, CUDA_VISIBLE_DEVICES="")
             if not run:
                 sys.exit(f"{done.stdout[-3000:]}\nerror: {script} failed")
-            whole |= {key: run[key] for key in ("versions", "model", "backend")}
+            setting = {key: run[key] for key in ("versions", "model", "backend")}
+            setting["machine"] = now["machine"]
+            if any(whole.get(key, value) != value for key, value in setting.items()):
+                sys.exit(f"error: {path} was recorded with another setting: record all scripts")
+            whole |= setting
             found = {claim: worst(run["checks"], pattern) for claim, pattern in claims}
             whole["tasks"].setdefault(script, {})[dtype] = found
             whole["summary"].setdefault(script, {})[dtype] = overall(run["checks"])
+        whole["dates"][script] = now["date"]
         for name in MORE.get(script, ()):
             record_more(script, name)
         lines = [line for line in done.stdout.splitlines() if not line.startswith("note: ")]
         text = "\n".join([f"{START} {command_of(script)}", *lines]) + "\n"
         (OUTPUTS / f"{script}.txt").write_text(text)
-    for kind in "summary", "tasks":  # in the order of the tables
+    for kind in "summary", "tasks", "dates":  # in the order of the tables
         whole[kind] = {script: whole[kind][script] for script in TASK if script in whole[kind]}
     write_record(path, whole)
 
@@ -218,7 +225,8 @@ def checks(report):
 def on(data, what):
     """What it was measured on."""
     where, versions = data["machine"], data.get("versions", data)
-    dates = sorted({run["date"] for run in data.get("runs", [data])})
+    dates = sorted(data.get("dates", {}).values())
+    dates = dates or sorted(run["date"] for run in data.get("runs", [data]))
     gpus = ", ".join(where["gpus"]) or "no GPU"
     return (f"({what}; {' to '.join(dict.fromkeys((dates[0], dates[-1])))}, {where['cores']} cores "
             f"of {where['cpu']}, {gpus}, PyTorch {versions['torch']}, transformers "

@@ -142,7 +142,7 @@ class Checkpoints:
         tensors = {name: run.broadcast(tensors.get(name)) for name in names}
         load_state(tensors, parameters, optimizer)
         now = state_of(parameters, optimizer)
-        saved = {name: x for name, x in tensors.items() if name not in self.generators}
+        saved = {name: x for name, x in tensors.items() if not name.startswith("random.")}
         pairs = [(now.get(name, torch.zeros_like(x)).to(x.device), x) for name, x in saved.items()]
         run.check("state as it was saved", pairs, tolerance=0.0)
         if record["world_size"] == run.world_size:

@@ -42,7 +42,7 @@ from utils.shards import full_shape_of, shard_of
 
 STATES = "exp_avg", "exp_avg_sq"  # Adam's
 # Settings of an optimizer's groups that are not saved: its parameters, and kernels that it uses.
-OF_THE_PROGRAM = "params", "foreach", "fused", "capturable", "differentiable"
+OF_THE_PROGRAM = "params", "param_names", "foreach", "fused", "capturable", "differentiable"
 
 
 class ShardedCheckpoints(Checkpoints):
@@ -95,7 +95,7 @@ class ShardedCheckpoints(Checkpoints):
         return record["losses"]
 
     def sums(self, model, optimizer):
-        """Return the sums of all squares, float64, of each parameter and of each of its states."""
+        """Return `sum_by_place`, float64, of each parameter and of each of its states."""
         local = []
         for parameter in model.parameters():
             mesh, placements = parameter.device_mesh, enumerate(parameter.placements)
@@ -106,7 +106,7 @@ class ShardedCheckpoints(Checkpoints):
                 parameter.detach(),
                 *(optimizer.state[parameter][key] for key in STATES),
             ):
-                local.append(local_part(tensor).double().square().sum() * apart)
+                local.append(sum_by_place(local_part(tensor), shard_of(parameter)) * apart)
         return (self.run.gather(torch.stack(local)).sum(0) / self.run.world_size).tolist()
 
     def full_state(self):
@@ -150,6 +150,19 @@ class ShardedCheckpoints(Checkpoints):
             if part and run.rank == 0:
                 shutil.rmtree(part, ignore_errors=True)
             run.print0(f"note: no checkpoint at step {step}: {error}")
+
+
+def sum_by_place(tensor, region):
+    """Sum a tensor's squares, float64, each weighed by its sign and its place in the full tensor.
+
+    So other signs, or the same numbers elsewhere, give another sum. region: see `shard_of`.
+    """
+    x = tensor.double()
+    total = x * (x + x.abs() / 2)
+    for part in reversed(region):
+        places = torch.arange(part.start, part.stop, dtype=total.dtype, device=total.device)
+        total = total @ (1 + places * math.sqrt(2) % 1)
+    return total
 
 
 # ---------------------------------------------------------------- what ranks have of a state
@@ -290,13 +303,14 @@ def save_training_state(model, optimizer, folder, step, more=None, group=None, k
 
     All ranks of `group`, by default all there are, call it together. more: anything that JSON can
     hold, such as a scheduler's state_dict(). Raises OSError, on all ranks, where it cannot be
-    written; ValueError for a folder that has a later step, for an optimizer that keeps only a share
+    written; ValueError for `more` that JSON would change (keys that are no texts, as of
+    MultiStepLR), for a folder that has a later step, for an optimizer that keeps only a share
     of the states on each rank (ZeRO-1), for one with parameters that are not the model's, and for
     one whose states have other shapes than its parameters.
     """
     if not isinstance(step, int) or step < 0 or keep < 1:
         raise ValueError(f"step {step!r}, keep {keep!r}: step from 0, keep from 1 on")
-    json.dumps(more)  # raises here for what JSON cannot hold
+    check_json(more)
     if isinstance(optimizer, ZeroRedundancyOptimizer):
         raise ValueError("ZeroRedundancyOptimizer: a rank has states of its share alone; use FSDP2")
     own = set(parameters_of(model).values())
@@ -307,18 +321,19 @@ def save_training_state(model, optimizer, folder, step, more=None, group=None, k
     parts = parts_of(gather_objects(regions_of(model), group))
     tensors, states = state_of(model, optimizer, parts, rank)
     record = {"step": step, "parts": parts, "more": more, "states": {}}
-    record["function"] = function_of(getattr(model, "config", None))
+    record["function"] = function_of(full_config(model))
     for of_rank in gather_objects(states, group):
         record["states"] |= of_rank
     record["optimizer"] = type(optimizer).__name__
-    record["settings"] = [
+    settings = [
         {
             key: value.item() if torch.is_tensor(value) else value
-            for key, value in settings.items()
+            for key, value in of_group.items()
             if key not in OF_THE_PROGRAM
         }
-        for settings in optimizer.param_groups
+        for of_group in optimizer.param_groups
     ]
+    record["settings"] = max(gather_objects(settings, group), key=len)
     record["groups"] = names_by_group(model, optimizer, group)
 
     def start():
@@ -363,7 +378,7 @@ def load_training_state(model, optimizer, folder, group=None):
     saved = {name: full_shape(parts) for name, parts in record["parts"].items()}
     if "states" not in record or saved != shapes:
         raise UserError(f"{path}: of another model")
-    now = function_of(getattr(model, "config", None))
+    now = function_of(full_config(model))
     for name, value in record.get("function", {}).items():
         if name in now and now[name] != value:
             raise UserError(f"{path}: of another model: {name} was {value}, not {now[name]}")
@@ -372,13 +387,35 @@ def load_training_state(model, optimizer, folder, group=None):
     if names_by_group(model, optimizer, group) != record["groups"]:
         raise UserError(f"{path}: the optimizer had other groups of parameters")
     together(lambda: read_state(path, model, optimizer, record["parts"], record["states"]), group)
-    for one, settings in zip(optimizer.param_groups, record["settings"], strict=True):
+    # (A rank may have fewer groups than another: their names are the same, as seen above.)
+    for one, settings in zip(optimizer.param_groups, record["settings"], strict=False):
         for key, value in settings.items():
             if torch.is_tensor(one.get(key)):
                 one[key].fill_(value)
             else:
                 one[key] = tuple(value) if isinstance(one.get(key), tuple) else value
     return record["step"], record["more"]
+
+
+def check_json(value):
+    """Raise ValueError for a value that JSON gives back as another, TypeError if it cannot hold it.
+
+    Tuples may become lists.
+    """
+    json.dumps(value)
+    if isinstance(value, dict):
+        if wrong := [key for key in value if not isinstance(key, str)]:
+            raise ValueError(f"more: JSON makes texts of the keys {wrong[:3]}")
+        for one in value.values():
+            check_json(one)
+    elif isinstance(value, list | tuple):
+        for one in value:
+            check_json(one)
+
+
+def full_config(model):
+    """Return the configuration of the full model, of which this may be a stage; None without."""
+    return getattr(model, "original_settings", (getattr(model, "config", None),))[0]
 
 
 def function_of(config):

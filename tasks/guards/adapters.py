@@ -67,6 +67,24 @@ def check_by_token(model):
     check_prompt(model)
 
 
+def dropping_adapter(model):
+    """Return the name of an adapter that leaves out parts of its weights by chance, or None.
+
+    In training, that is. (LoRA's dropout, of its inputs, is an nn.Dropout.)
+    """
+    for name, module in model.named_modules():
+        if not module.training:
+            continue
+        rates = [module.p] if type(module).__name__ == "MultiplicativeDropoutLayer" else []  # OFT's
+        for kind in "rank_dropout", "module_dropout":  # LoHa's, LoKr's: {adapter: rate}
+            table = getattr(module, kind, None)
+            if isinstance(table, dict):
+                rates += [table.get(active, 0.0) for active in module.active_adapters]
+        if any(rates):
+            return name
+    return None
+
+
 def refuse_adapters(model):
     """Raise ValueError for adapters (slices of weights take none), and as `check_prompt` does."""
     if names := adapters_of(model):

@@ -4,13 +4,15 @@ Shapes as in `utils/__init__.py`.
 """
 
 import sys
+from itertools import pairwise
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from utils.llama import HEAD_NORMS
+from utils.errors import UserError
+from utils.llama import HEAD_NORMS, window_of
 
 # What techniques know of a model: its parts, by their names.
 OF_MODEL = {"embed_tokens", "layers", "norm", "rotary_emb"}
@@ -92,6 +94,35 @@ def check_layers(model):
             raise ValueError(f"{name} has {len(module.weight)} rows, the configuration says {rows}")
 
 
+def check_ranks(config, ranks, of_heads=True, of_vocabulary=True):
+    """Raise UserError for more ranks than query heads or vocabulary entries, if these are split."""
+    if of_heads and ranks > (heads := config.num_attention_heads):
+        raise UserError(f"{heads} query heads: use 1 to {heads} ranks, not {ranks}")
+    if of_vocabulary and ranks > config.vocab_size:
+        raise UserError(f"{ranks} ranks share {config.vocab_size} tokens: fewer ranks")
+
+
+def check_stops(stops, layers, devices=None):
+    """Raise ValueError unless stages that end before the layers `stops` have each layer once.
+
+    devices: how many there are, one for each stage.
+    """
+    if devices not in (None, len(stops)):
+        raise ValueError(f"{len(stops)} stages for {devices} devices")
+    ascending = all(first < stop for first, stop in pairwise((0, *stops)))
+    if not stops or not ascending or stops[-1] != layers:
+        said = f"stages that end before layers {tuple(stops)}"
+        raise ValueError(f"{said}: they do not divide {layers} layers")
+
+
+def refuse_masks(config):
+    """Raise ValueError for attention that is not causal by itself, where layers get no mask."""
+    if config._attn_implementation in ("eager", "flex_attention"):
+        raise ValueError(f"{config._attn_implementation} attention needs a mask: use sdpa")
+    if window_of(config):
+        raise ValueError("a sliding window: not here, where layers get no mask")
+
+
 def check_slices(model):
     """Raise ValueError for PEFT's adapters, none of which is right here, and for lost slices."""
     if "peft" in sys.modules:  # else there is no adapter
@@ -166,13 +197,17 @@ def refuse_across_tokens(model):
     """Raise ValueError for dropout and adapters that are wrong where each rank has its own tokens.
 
     With one seed, ranks would drop the same entries of different tokens (in training; PEFT's LoRA
-    may have a dropout). Adapters: as `check_by_token` does.
+    may have a dropout); with several seeds, different parts of an adapter's weights. Adapters: as
+    `check_by_token` does.
     """
+    alone = not model.training or model.get_group().size() == 1
     if "peft" in sys.modules:  # else there is no adapter
-        from guards.adapters import check_by_token
+        from guards.adapters import check_by_token, dropping_adapter
 
         check_by_token(model)
-    if not model.training or model.get_group().size() == 1 or torch.compiler.is_compiling():
+        if not alone and (name := dropping_adapter(model)):
+            raise ValueError(f"{name}: ranks would drop different parts of an adapter's weights")
+    if alone or torch.compiler.is_compiling():
         return
     unused = set()  # dropouts of adapters that are not active, or merged
     for module in model.modules():

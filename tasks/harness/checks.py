@@ -9,7 +9,15 @@ import torch.distributed as dist
 
 from harness.float64 import compute_in_float64
 from harness.terminal import styled
-from harness.tolerance import CHUNK, LIMITS, WHOLE, judge, measure, worst_relative
+from harness.tolerance import (
+    CHUNK,
+    LIMITS,
+    WHOLE,
+    judge,
+    measure,
+    worst_of_ranks,
+    worst_relative,
+)
 from harness.wider import WIDER, widen
 from utils.gradients import local_part
 from utils.shards import ReplicatedKVLinear, shard_of
@@ -100,17 +108,22 @@ class Comparison:
         )
         largest = max(largest_of_ranks)
         for pair in found:
+            size = pair["max_abs_reference"] or 1.0
             if pair["tolerance"] is None:
-                pair["tolerance"] = max(TOLERANCE * pair["max_abs_reference"], FLOOR * largest)
+                size = max(pair["max_abs_reference"], FLOOR / TOLERANCE * largest)
+                pair["tolerance"] = TOLERANCE * size
             pair["share"] = share_of(pair["max_abs_diff"], pair["tolerance"])
+            pair["largest_share"] = pair["max_abs_diff"] / (size or 1.0)
         for category, many in measured.items():
             of_ranks = [theirs[category] for theirs in usual_of_ranks if category in theirs]
-            worst = {norm: max(of_rank[norm] for of_rank in of_ranks) for norm in of_ranks[0]}
-            found.append(nearest_of(many, self.dtype, worst, self.longest_sum))
+            found.append(nearest_of(many, self.dtype, worst_of_ranks(of_ranks), self.longest_sum))
         nearest_here = max(found, key=lambda pair: pair["share"], default={"share": -1.0})
-        nearest_of_ranks = self.gather_objects(nearest_here)
+        farthest_here = max((pair["largest_share"] for pair in found), default=0.0)
+        nearest_of_ranks, farthest_of_ranks = zip(
+            *self.gather_objects((nearest_here, farthest_here)), strict=True
+        )
         rank = max(range(self.world_size), key=lambda r: nearest_of_ranks[r]["share"])
-        record = nearest_of_ranks[rank]
+        record = nearest_of_ranks[rank] | {"largest_share": max(farthest_of_ranks)}
         if record["share"] < 0:
             self.print_failed(name, rank, "nothing was compared")
             self.exit(1)
@@ -274,14 +287,19 @@ class Comparison:
                 dist.all_to_all_single(received.view(-1), sent.reshape(-1), got, given)
         return local
 
-    def deal(self, module):
-        """Return read(name, shard) for `materialize`: slices of a module that rank 0 alone has."""
+    def deal(self, module, share):
+        """Return read(name, shard) for `materialize`: slices of a module that rank 0 alone has.
 
-        def read(name, shard):
-            full = module.get_parameter(name) if self.rank == 0 else None
-            return self.to_each(full, self.gather_objects(shard)).clone()
-
-        return read
+        share: this rank's module, perhaps on the meta device. A rank may lack a parameter, as a
+        bias that enters a sum over ranks once.
+        """
+        full = dict(module.named_parameters()) if self.rank == 0 else {}
+        shards = self.shards(share)
+        slices = {
+            name: self.to_each(full.get(name), [shard.get(name) for shard in shards])
+            for name in self.broadcast(list(full))
+        }
+        return lambda name, shard: slices[name].clone()
 
     def check_allclose(self, title, what, actual, reference, against="reference"):
         """Run the assignment's own assertion: torch.allclose(actual, reference, atol=1e-6).
@@ -299,10 +317,12 @@ class Comparison:
         target = reference.to(wide).flatten()
         diff, bound = (actual.to(wide).flatten() - target).abs(), 1e-6 + 1e-5 * target.abs()
         worst = (diff / bound).argmax()  # a NaN, if there is one
+        largest = target.abs().max().item()
         local = {
             "share": (diff / bound)[worst].item(), "mean_abs_diff": diff.mean().item(),
+            "largest_share": diff.max().item() / (largest or 1.0),
             "max_abs_diff": diff[worst].item(), "tolerance": bound[worst].item(),
-            "max_abs_reference": target.abs().max().item(),
+            "max_abs_reference": largest,
             "reference": target[worst].item(), "elements": target.numel(),
             "elements_missed": (~torch.isclose(actual, reference, atol=1e-6)).sum().item(),
             "passed": torch.allclose(actual, reference, atol=1e-6),
@@ -366,6 +386,7 @@ def nearest_of(many, dtype, worst, longest_sum):
     return {
         "share": share,
         "max_abs_diff": largest[4],
+        "largest_share": max(errors.largest_share for errors in many),
         "mean_abs_diff": many[nearest].mean,
         "max_abs_reference": many[nearest].norms["max"][2].item(),
         "tolerance": largest[5],

@@ -8,6 +8,7 @@ import datetime
 import json
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -34,6 +35,9 @@ GPU_FILES = "/dev/nvidia[0-9]*", "/proc/driver/nvidia/gpus/*"
 # From this version on NCCL lets several ranks have one GPU, where this variable is 1.
 SHARING_NCCL, SHARING_ALLOWED = Version("2.30"), "NCCL_MULTI_RANK_GPU_ENABLE"
 START_S = 120  # seconds by which the ranks' starts may differ
+STOPPING = [signal.SIGINT, signal.SIGTERM]
+if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup wants a closed terminal ignored
+    STOPPING.append(signal.SIGHUP)
 
 
 def fail(message, patient=True):
@@ -50,7 +54,7 @@ def fail(message, patient=True):
 
 def when_stopped(handler):
     """Set what happens when this process is asked to stop; handler: as `signal.signal` takes it."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in STOPPING:
         signal.signal(number, handler)
 
 
@@ -107,9 +111,10 @@ def end_with_torchrun():
         if script:
             orphan = os.getppid() != script.pid
         else:
-            orphan = os.getppid() == 1 and b"torch" not in Path("/proc/1/cmdline").read_bytes()
+            first = Path("/proc/1/cmdline").read_bytes()  # in a container it may be torchrun
+            orphan = os.getppid() == 1 and not re.search(b"torch|python", first)
         if orphan:
-            os._exit(1)  # torchrun, or the script, is gone already
+            fail("torchrun, or the script that started this rank, has ended", patient=False)
 
 
 def end_sibling(rank):
@@ -197,6 +202,8 @@ def choose_device(wanted, shared=False):
     # differ from one call to the next: what is compared to the bit would not agree.
     os.environ.setdefault("TORCH_NCCL_USE_COMM_NONBLOCKING", "0")
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    # It warns that a group's messages wait for one another: pipeline_llama.py has groups enough.
+    os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
         # Else a timeout of the last attempt, noted in torchrun's store, would end this one, too.
         os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")

@@ -4,18 +4,20 @@ import math
 import os
 import statistics
 import time
+from functools import partial
 from itertools import chain
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
-from harness.model_checks import number_of_parameters, plain_loss
-from harness.step_checks import refuse_not_finite, sum_of_parts
+from harness.model_checks import error_of_mean, number_of_parameters, plain_loss
+from harness.step_checks import keep_changes, refuse_not_finite, sum_of_parts
 from harness.wider import WIDER, wider_copy
 from loading.architectures import count_parameters
 from loading.batches import gather_batch
 from utils.gradients import local_part
+from utils.losses import token_losses
 
 COPIED = {  # whether each rank has all parameters, all gradients, all of Adam's states
     "by-hand": (True, True, True), "ddp": (True, True, True),
@@ -109,6 +111,29 @@ def losses_of_training(model, steps, validation, epochs, lr):
         with torch.no_grad():
             losses.append(plain_loss(model, labels, input_ids=ids, attention_mask=mask))
     return torch.stack(losses)
+
+
+def expect_epochs(run, batches, epochs, lr):
+    """Train the unmodified model in the same way; return (losses, least error, [the model]).
+
+    losses: those of all steps and each epoch's validation, as a list: the model's and, unless it is
+    float64, a wider copy's. least error: the least to assume for the reference's loss. Each
+    parameter's .grad is set to its change by the training, for `compare_gradients`.
+    """
+    model = run.load_reference()
+    models = [model, *([wider_copy(model)] if run.dtype in WIDER else [])]
+    steps, validation = (list(each) for each in batches)
+
+    def train(model):
+        return losses_of_training(model, steps, validation, epochs, lr)
+
+    curves = [keep_changes(list(one.parameters()), partial(train, one))[1] for one in models]
+    for parameter, *exact in zip(*(one.parameters() for one in models), strict=True):
+        parameter.exact_grad = exact[0].grad.float() if exact else None
+    ids, _, labels = steps[0]
+    with torch.no_grad():
+        least_error = error_of_mean(*(token_losses(one(ids).logits, labels) for one in models))
+    return curves, least_error, [model]
 
 
 def check_losses(run, strategy, losses, expected, least_error):

@@ -18,7 +18,7 @@ NAMES_BY_MODULE = {
     " number_of_parameters show_model train_on_batch",
     "sequence_checks": "check_attention show_sequence",
     "step_checks": "LARGE Reference check_copies compare_gradients compares_changes keep_changes"
-    " refuse_not_finite sum_of_parts",
+    " refuse_not_finite refuse_rounding sum_of_parts",
     "adapter_checks": "check_again check_replicas check_training",
     # Measure.
     "measure": "REPEATS_HELP interleave limited_memory measure_costs num_threads"
@@ -26,8 +26,8 @@ NAMES_BY_MODULE = {
     "memory_profile": "PARTS_OF_PEAK record_memory record_step trace_of write_trace",
     "budget": "error_of_loss limited_to_budget numbers_at_peak warm_up_adam",
     # Around training loops, which are in the scripts: epochs, Task 5's adapters, pretraining.
-    "epochs": "bytes_held bytes_kept check_losses check_memory estimate expect_training"
-    " losses_alone losses_of_epochs losses_of_training print_epoch print_pace print_workers"
+    "epochs": "bytes_held bytes_kept check_losses check_memory estimate expect_epochs"
+    " expect_training losses_alone losses_of_epochs print_epoch print_pace print_workers"
     " record_epoch",
     "gradient_files": "GRADIENTS_FILE compare_files empty_folder write_gradients",
     "finetune": "adapter_config add_memory_flags each_alone follow identity_of_finetuning"

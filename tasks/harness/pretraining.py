@@ -75,11 +75,11 @@ class ReferenceTraining:
         elif large:
             run.print0(f"note: a large model: {self.steps} steps are compared")
 
-    def batch(self, run, step):
-        """Return a step's ids and labels, (B, S), of all ranks."""
-        B = self.args.batch_size
-        first = step % (len(self.rows) // B) * B
-        pairs = [self.rows[i] for i in range(first, first + B)]
+    def batch(self, run, step, rows=None):
+        """Return a step's ids and labels, (B, S), of all ranks. rows: default those of training."""
+        B, rows = self.args.batch_size, self.rows if rows is None else rows
+        first = step % (len(rows) // B) * B
+        pairs = [rows[i] for i in range(first, first + B)]
         return [torch.stack(tensors).to(run.device) for tensors in zip(*pairs, strict=True)]
 
     def check_first_step(self, run, model, step):
@@ -106,6 +106,17 @@ class ReferenceTraining:
         run.check_same_bits("loss of the first step, same bits on all ranks", loss)
         compare_gradients(run, "gradients of the first step", model, self.references)
         model.zero_grad()
+
+    def check_held_out(self, run, evaluate, held):
+        """Compare the mean loss of the first two batches held out, before the training.
+
+        evaluate(count): the ranks' own mean over so many batches. held: the rows; one batch of them
+        is taken where there are no two.
+        """
+        count = min(2, len(held) // self.args.batch_size)
+        batches = [self.batch(run, number, held) for number in range(count)]
+        name = "held-out loss before training"
+        check_mean_loss(run, name, evaluate(count), self.references, batches)
 
     def rate(self, step):
         """Return a step's learning rate: up from a tenth, then down as a cosine."""
@@ -156,6 +167,7 @@ class ReferenceTraining:
         """
         before = len(losses)
         if not self.steps:
+            self.references.clear()
             return
         if before:
             recorded = [losses[: self.steps]]
@@ -294,14 +306,12 @@ def check_long_loss(run, loss, ids):
     """Compare the first loss of a training on ids (B, S) with the unmodified model's forward."""
     # One sequence at a time: the logits of all would take most of the memory.
     rows = [(row, row) for row in ids.split(1)]
-    check_mean_loss(run, "loss of the first long step", loss, run.load_reference(), rows)
+    references = run.references(run.load_reference())
+    check_mean_loss(run, "loss of the first long step", loss, references, rows)
 
 
-def check_mean_loss(run, name, loss, reference, batches):
-    """Compare a mean loss over batches, (ids, labels) each, with a model's on rank 0.
-
-    reference: that model; None on other ranks.
-    """
+def check_mean_loss(run, name, loss, references, batches):
+    """Compare a mean loss over batches, (ids, labels) each, with the references' on rank 0."""
     labels = torch.cat([labels for _, labels in batches])
 
     def losses_of(one):
@@ -309,7 +319,7 @@ def check_mean_loss(run, name, loss, reference, batches):
         return [torch.cat([token_losses(*pair) for pair in pairs])]
 
     with torch.no_grad():
-        (losses,) = run.reference_values(losses_of, run.references(reference))
+        (losses,) = run.reference_values(losses_of, references)
     expected = [mean_loss(one, labels) for one in losses]
     loss = torch.tensor(loss, dtype=torch.float64).to(expected[0])
     run.check(name, [(loss, *expected)], least_error=error_of_mean(*losses))
@@ -370,7 +380,8 @@ def export(run, model, tokenizer, checkpoints, batches, loss):
             again.load_state_dict(load_file(path), strict=False)
     if full_state and run.dtype == torch.float64:
         compute_in_float64(again)
-    check_mean_loss(run, "held-out loss of what was exported", loss, again, batches)
+    references = run.references(again)
+    check_mean_loss(run, "held-out loss of what was exported", loss, references, batches)
     if full_state:
         text = again.generate(batches[0][0][:1, :8], max_new_tokens=24, do_sample=False)[0]
         run.print0(f"exported to {folder}, which continues: {tokenizer.decode(text)}")

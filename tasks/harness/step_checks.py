@@ -9,6 +9,7 @@ import torch
 from torch.optim import SGD
 
 from checkpoints.checkpoint import fingerprint
+from harness.checks import HIDES
 from harness.model_checks import compared_layers, error_of_mean, model_step, number_of_parameters
 from harness.wider import WIDER, wider_copy
 from utils.errors import UserError
@@ -196,3 +197,24 @@ def refuse_not_finite(losses, lr):
     """Raise UserError for losses or norms that are not finite. All ranks have the same ones."""
     if not losses.isfinite().all():
         raise UserError(f"--lr {lr}: a loss or a norm is not finite: take a smaller one")
+
+
+def refuse_rounding(run, results, lr):
+    """Raise UserError, on all ranks, if rounding alone changes a result too much to compare others.
+
+    results: for each, the tensors of the reference and of the wider one; on rank 0. One alone, in
+    float64, is not looked at.
+    """
+    shares = [off_by(*both) for both in results if len(both) > 1]
+    share = run.broadcast(max(shares, default=0.0))
+    if share > HIDES:
+        raise UserError(
+            f"--lr {lr}: rounding alone changes the training by {share:.0%}: take a smaller one"
+        )
+
+
+def off_by(values, exact):
+    """Return how far tensors are off, as a share of the exact ones: by their common norms."""
+    differences = [(one - other).norm() for one, other in zip(values, exact, strict=True)]
+    sizes = [one.norm() for one in exact]
+    return (torch.stack(differences).norm() / torch.stack(sizes).norm()).item()

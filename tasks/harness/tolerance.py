@@ -112,6 +112,12 @@ class Errors:
     fewer: dict
     single: bool  # a matrix of one row or column
 
+    @property
+    def largest_share(self):
+        """The run's largest error, as a share of the largest value; 0 where all is rounding."""
+        error, _, size = (norm.item() for norm in self.norms["max"])
+        return 0.0 if is_rounding(self) else error / (size or 1.0)
+
 
 def measure(actual, reference, exact, least_error=0.0):
     """Return the `Errors` of three tensors of one shape.
@@ -254,6 +260,11 @@ def is_rounding(errors):
     """Return whether the reference is a hundred times as far off as the values are large."""
     _, reference, size = errors.norms["rms"]
     return (reference > 100 * size).item()
+
+
+def worst_of_ranks(of_ranks):
+    """Return the largest of each measure in what `worst_relative` has returned on several ranks."""
+    return {name: max(worst[name] for worst in of_ranks) for name in of_ranks[0]}
 
 
 def judge(many, dtype, worst, longest_sum=1):

@@ -347,12 +347,19 @@ def from_pretrained(parallelize, name_or_folder, dtype=None, device="cpu"):
     cannot be loaded: no such model, a tensor that is missing, unexpected or of another shape.
     """
     name = str(name_or_folder)
-    if is_remote(name):
+    if Path(name).is_dir():  # also one that is called "tiny"
+        name = str(Path(name).absolute())
+    elif is_remote(name):
         download(name)
     source = Source(name, model_types=LLAMAS)
     if isinstance(dtype, str):
         dtype = None if dtype == "auto" else getattr(torch, dtype)
-    return source.load_model(dtype or source.dtype(), device, parallelize)
+    for setting in "use_cache", "output_hidden_states", "output_attentions":
+        if setting in source.settings:  # the scripts' own runs do without
+            setattr(source.config, setting, source.settings[setting])
+    model = source.load_model(dtype or source.dtype(), device, parallelize)
+    model.name_or_path = model.config._name_or_path = str(name_or_folder)  # an adapter's base
+    return model
 
 
 def find_preset(name, model_types):

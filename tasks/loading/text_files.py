@@ -24,7 +24,9 @@ SUFFIXES = ".jsonl", ".ndjson", ".json"  # names of files of JSON lines end so
 # A pattern for bytes knows no escape \ufeff: it gets the character's own bytes.
 MARK_BYTES = re.compile(MARK.pattern.replace(r"\ufeff", "\ufeff").encode())
 # A line end is atomic, (?>...): else \r\n would also match as two of them.
-BLANK_LINES = re.compile(rb"(?>\r\n|\r|\n)\s*(?>\r\n|\r|\n)")
+# For bytes, \s is ASCII's white space alone; a text's paragraphs are divided by all of Unicode's.
+SPACES = b"|".join(re.escape(chr(i).encode()) for i in range(0x3001) if chr(i).isspace())
+BLANK_LINES = re.compile(rb"(?>\r\n|\r|\n)(?:%s)*(?>\r\n|\r|\n)" % SPACES)
 
 
 class TextFile(Sequence):

@@ -33,7 +33,7 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from guards.adapters import check_by_token
+from guards.adapters import check_by_token, dropping_adapter
 from memory.head_groups import plan_rounds, project, sliceable
 from memory.packed import attend_parts, attend_parts_backward, parts_of
 from memory.saved_outputs import SavedOutputs
@@ -75,7 +75,8 @@ def sequence_loss(model, embeddings, targets, length, mesh, techniques, position
     """Sum the losses of this rank's tokens, as `utils/sequence.py` does, but in less memory.
 
     Layers are taken apart: hooks on them are not called. Raises ValueError for layers that are not
-    Hugging Face's own, and for techniques that `supported_techniques` does not allow.
+    Hugging Face's own, for techniques that `supported_techniques` does not allow, and for dropout
+    that the model's own forward refuses, too.
 
     model: a sequence-parallel LlamaForCausalLM. embeddings(): the embeddings of this rank's share
     of a sequence of `length` tokens, (B, S/P, H), each time in a new tensor. targets: (B, S/P),
@@ -83,11 +84,19 @@ def sequence_loss(model, embeddings, targets, length, mesh, techniques, position
     tokens' positions, (B or 1, S); a document begins where they jump, as in Task 4's forward. None:
     0, 1, 2, ...
     """
+    from guards.refusals import refuse_across_tokens, refuse_dropout
+
     if why := supported_techniques(model, techniques)[1]:
         raise ValueError(f"{why}: ask `supported_techniques` for the techniques that are left")
+    # Layers are called without the hooks that refuse this in the model's own forward.
+    group = group_of_axis(mesh)
+    if group.size() > 1:
+        refuse_across_tokens(model)
+    if group.size() > 1 or isinstance(model, RingLlama):
+        refuse_dropout(model)
     if positions is None:
         positions = torch.arange(length, device=model.device)[None]
-    stack = Stack(model, embeddings, len(targets), positions, group_of_axis(mesh), techniques)
+    stack = Stack(model, embeddings, len(targets), positions, group, techniques)
     norm, head = model.model.norm, model.lm_head
 
     def loss_of(hidden):
@@ -140,6 +149,8 @@ def supported_techniques(model, techniques):
         kernel = f"no GPU kernel gives log-sum-exps of {model.dtype} heads of {head_dim} here"
     if isinstance(model, RingLlama) and fewer.backward == "selective":
         fewer, kernel = replace(fewer, backward="checkpoint"), "a ring is not one kernel"
+    if name := dropping_adapter(model):
+        in_one = f"{name} drops parts of an adapter's weights"
     if in_one:
         fewer = replace(fewer, head_groups=False)
     if fewer.backward in ("saved-outputs", "selective") and (in_one or kernel):

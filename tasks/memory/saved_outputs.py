@@ -16,6 +16,8 @@ softmaxes (a number a token and head), which are kept. (FlashAttention-2, arXiv 
 import torch
 from torch.autograd.function import once_differentiable
 
+from utils.sequence import as_attention_takes
+
 
 class SavedOutputs(torch.autograd.Function):
     """All layers and the loss. Attention is run once; of a layer only attention's outputs are kept.
@@ -37,6 +39,9 @@ class SavedOutputs(torch.autograd.Function):
         `stack.parameters`, then the parameters that loss_of trains.
         """
         ctx.stack, ctx.saved, ctx.needed = stack, Saved(x, stack.techniques.offload), []
+        device_type = x.device.type
+        ctx.autocast = device_type, torch.get_autocast_dtype(device_type)
+        ctx.autocasts = torch.is_autocast_enabled(device_type)
         last, ctx.kept = len(stack.layers) - 1, {}
         for number, layer in enumerate(stack.layers):
             flats, lses, needed = run_attention(stack, layer, x)
@@ -62,6 +67,11 @@ class SavedOutputs(torch.autograd.Function):
     def backward(ctx, grad):
         if ctx.saved is None:
             raise RuntimeError("a second backward: what was kept has been freed on the way")
+        with torch.autocast(*ctx.autocast, enabled=ctx.autocasts):  # as the forward was
+            return SavedOutputs.run_backward(ctx, grad)
+
+    @staticmethod
+    def run_backward(ctx, grad):
         stack, d = ctx.stack, ctx.d
         saved, needed, kept = ctx.saved, ctx.needed, ctx.kept
         others = [other if other is None else other * grad for other in ctx.others]
@@ -92,7 +102,7 @@ def qkv_of_heads(stack, layer, x, head_round):
             view[at] = piece
     (first, stop), (key, end) = head_round[stack.rank]
     heads = stack.to_heads(flat, counts)
-    return heads.split([stop - first, end - key, end - key], dim=1)
+    return as_attention_takes(*heads.split([stop - first, end - key, end - key], dim=1))
 
 
 def run_attention(stack, layer, x):
@@ -182,6 +192,7 @@ def layer_backward(stack, layer, x, flats, lses, needed, d, sums):
         some = q.shape[1]  # heads of this rank
         gave = (o, lses.pop(0), needed[i]) if some else ()
         dqkv = [*stack.attend_backward(do, q, k, v, *gave)] if some else [q, k, v]
+        dqkv = [one.to(x.dtype) for one in dqkv]  # as q, k and v were before autocast
         del q, k, v, o, do
         needed[i] = None
         counts = stack.counts(head_round, keys=2)
@@ -207,20 +218,25 @@ class Saved:
 
     def __init__(self, x, offload):
         self.layers, self.coming, self.leaving = [], {}, []
+        self.device = x.device
         self.stream = torch.cuda.Stream(x.device) if offload and x.is_cuda else None
+
+    def compute(self):
+        """Return the compute stream of these tensors' device, which need not be the current one."""
+        return torch.cuda.current_stream(self.device)
 
     def away(self, tensors):
         """Return the tensors, or with `offload` host copies. Nobody may write to them any more."""
         if not self.stream:
             return tensors
-        self.stream.wait_stream(torch.cuda.current_stream())
+        self.stream.wait_stream(self.compute())
         with torch.cuda.stream(self.stream):
             host = [torch.empty_like(t, device="cpu", pin_memory=True) for t in tensors]
             for copy, tensor in zip(host, tensors, strict=True):
                 copy.copy_(tensor, non_blocking=True)
         self.leaving.append((self.stream.record_event(), tensors))
         if len(self.leaving) > 2:
-            torch.cuda.current_stream().wait_event(self.leaving.pop(0)[0])
+            self.compute().wait_event(self.leaving.pop(0)[0])
         return host
 
     def back(self, host):
@@ -230,17 +246,17 @@ class Saved:
     def start(self, host):
         """Begin a copy to the device once those to the host are done; return (its end, tensors)."""
         for event, _ in self.leaving:
-            torch.cuda.current_stream().wait_event(event)
+            self.compute().wait_event(event)
         self.leaving.clear()
-        tensors = [torch.empty_like(t, device=self.stream.device) for t in host]
-        self.stream.wait_stream(torch.cuda.current_stream())  # which may still use that memory
+        tensors = [torch.empty_like(t, device=self.device) for t in host]
+        self.stream.wait_stream(self.compute())  # which may still use that memory
         with torch.cuda.stream(self.stream):
             for tensor, copy in zip(tensors, host, strict=True):
                 tensor.copy_(copy, non_blocking=True)
         return self.stream.record_event(), tensors
 
     def arrived(self, coming):
-        torch.cuda.current_stream().wait_event(coming[0])
+        self.compute().wait_event(coming[0])
         return coming[1]
 
     def put(self, tensors, last):

@@ -24,11 +24,13 @@ class TiledLoss(torch.autograd.Function):
         trains: whether gradients are enabled where this is called. (Inside they never are.)
         """
         wide = torch.promote_types(x.dtype, torch.float32)
-        dx, loss = torch.empty_like(x), torch.zeros((), dtype=wide, device=x.device)
-        train_norm, train_head = ctx.needs_input_grad[5:]
+        dx = torch.empty_like(x) if trains else None
+        loss = torch.zeros((), dtype=wide, device=x.device)
+        # (`needs_input_grad` does not know of torch.no_grad.)
+        train_norm, train_head = (trains and needed for needed in ctx.needs_input_grad[5:])
         dnorm = torch.zeros_like(norm_weight, dtype=wide) if train_norm else None
         dhead = torch.zeros_like(head_weight, dtype=wide) if train_head else None
-        flat, out, targets = x.flatten(0, 1), dx.view(-1, x.shape[-1]), targets.flatten()
+        flat, targets = x.flatten(0, 1), targets.flatten()
         for rows in tiles(len(flat), tile):
             with torch.set_grad_enabled(trains):
                 h = flat[rows].detach().requires_grad_(trains)
@@ -46,10 +48,11 @@ class TiledLoss(torch.autograd.Function):
             if train_head:
                 dhead += dlogits.T @ n
             wanted = [h, norm.weight] if train_norm else [h]
-            out[rows], *more = torch.autograd.grad(normed, wanted, dlogits @ head_weight)
+            dh, *more = torch.autograd.grad(normed, wanted, dlogits @ head_weight)
+            dx.view_as(flat)[rows] = dh
             if more:
                 dnorm += more[0]
-            del logits, dlogits  # before the next are made
+            del logits, dlogits, dh  # before the next are made
         ctx.gradients = dx, dnorm, dhead
         return loss
 

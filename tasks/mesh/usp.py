@@ -8,7 +8,7 @@ from ulysses_forward import to_heads, to_tokens
 from utils.collectives import gather_shares, group_of_axis, subgroup
 from utils.llama import getter
 from utils.partition import shard_range
-from utils.sequence import MaskInfo, as_attention_takes, assign_heads, convert_attention
+from utils.sequence import MaskInfo, as_attention_takes, convert_attention
 
 
 def usp_attention(module, query, key, value, attention_mask, **kwargs):
@@ -55,8 +55,7 @@ def usp_parallelize(model, mesh, ulysses, zigzag=True):
     first = rank // ulysses * ulysses
     ulysses_group = subgroup(group, "neighbours", first, first + ulysses)
     ring_group = subgroup(group, "ring", rank - first, ranks, ulysses)
-    convert_attention(model, USPLlama, group, "usp", usp_attention)
-    assign_heads(model, ulysses_group)
+    convert_attention(model, USPLlama, group, "usp", usp_attention, ulysses_group)
     for module in [model, *(layer.self_attn for layer in model.model.layers)]:
         module.zigzag, module.get_ulysses_group = zigzag, getter(ulysses_group)
     for layer in model.model.layers:

@@ -30,11 +30,14 @@ def parameters_of(model):
     """Return {name: parameter}, by the names that the model has without PyTorch's wrappers.
 
     First reshards FSDP2's modules: a forward without a backward leaves the root's parameters full.
-    Raises ValueError as `refuse_lost_slices` does.
+    Raises ValueError for FSDP1's parts, which do not know what they are of, and as
+    `refuse_lost_slices` does.
     """
     from guards.refusals import refuse_lost_slices
 
     refuse_lost_slices(model)
+    if any(getattr(parameter, "_fsdp_flattened", False) for parameter in model.parameters()):
+        raise ValueError("FSDP1's parts do not say what they are of: use fully_shard, FSDP2")
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -250,7 +253,9 @@ def save_pretrained(model, folder, max_shard_size="5GB", group=None):
     does.
     """
     model = getattr(model, "_orig_mod", model)  # of torch.compile(model)
-    is_adapter = hasattr(model, "peft_config")
+    # (PEFT 0.14 leaves `peft_config` on a model from which it has removed the adapters.)
+    adapters = any(type(module).__module__.startswith("peft.") for module in model.modules())
+    is_adapter = adapters and hasattr(model, "peft_config")
     if not is_adapter:
         library_class(model)
     folder, found = Path(folder), describe(model, group)
@@ -260,6 +265,8 @@ def save_pretrained(model, folder, max_shard_size="5GB", group=None):
         split = [name for name, one in found.items() if len(one.parts) > 1]
         if any("prompt_encoder" in name for name in split) or (split and not virtual):
             raise ValueError("an adapter in layers that are split: only whole weights can have one")
+        if any(gather_objects(parameters_of(model).keys() != found.keys(), group)):
+            raise ValueError("an adapter of layers that are on several ranks: rank 0 has a part")
         # PEFT would ask for the state of the model, of which virtual tokens are no part.
         given = {"state_dict": {}, "save_embedding_layers": False} if split else {}
         error = attempt(lambda: model.save_pretrained(folder, **given)) if rank == 0 else None
@@ -377,4 +384,5 @@ def write_settings(model, folder, dtype):
     # transformers 4 has another name for the dtype.
     setattr(config, "dtype" if hasattr(config, "dtype") else "torch_dtype", dtype)
     config.save_pretrained(folder)
-    generation.save_pretrained(folder)
+    if generation is not None:  # a backbone alone, or a classifier, has none
+        generation.save_pretrained(folder)

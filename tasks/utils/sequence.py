@@ -28,25 +28,26 @@ from utils.partition import shard_heads, shard_range
 from utils.settings import settings_of
 
 
-def convert_attention(model, mixin, group, name, attend):
+def convert_attention(model, mixin, group, name, attend, exchanging=None):
     """Mix `mixin` into a LlamaForCausalLM; its layers then call `attend` on the ranks of `group`.
 
     name: the key of `attend` in transformers' ALL_ATTENTION_FUNCTIONS. `model.original_settings`
     keeps the configurations, which other models may share. Weights may be `keep_shard`'s slices.
-    Raises ValueError as `check_ordinary` and `refuse_own_loss` do, in forwards as
-    `refuse_across_tokens` does, and UserError for RoPE that depends on the sequence's length.
+    exchanging: the ranks that exchange heads, if any do. Raises ValueError as `check_ordinary` and
+    `refuse_own_loss` do, in forwards as `refuse_across_tokens` does; UserError for RoPE that
+    depends on the sequence's length, and for more `exchanging` ranks than query heads.
     """
     from guards.refusals import check_ordinary, refuse_across_tokens, refuse_own_loss
 
     check_ordinary(model)
     if not hasattr(model, "sum_of_losses"):  # Task 2's split vocabulary sets it
         refuse_own_loss(model)
-    model.replaced_loss = model.loss_function
     config = model.config
     if (of_rope := rope_of(config).get("rope_type")) in BY_LENGTH:
-        raise UserError(
-            f"RoPE {of_rope} depends on the sequence's length, of which a rank has a part"
-        )
+        raise UserError(f"RoPE {of_rope} depends on the sequence's length, which ranks share")
+    if exchanging is not None:
+        assign_heads(model, exchanging)
+    model.replaced_loss = model.loss_function
     model.original_settings = config, model.generation_config
     config, model.generation_config = map(copy.deepcopy, model.original_settings)
     ALL_ATTENTION_FUNCTIONS[name] = attend
@@ -66,14 +67,12 @@ def convert_attention(model, mixin, group, name, attend):
 def heads_of(model):
     """Return how many query heads and KV heads a rank of a (tensor-parallel) model has."""
     attention = model.model.layers[0].self_attn
-    both = attention.q_proj, attention.k_proj
-    return [projection.out_features // attention.head_dim for projection in both]
+    return [x.out_features // attention.head_dim for x in (attention.q_proj, attention.k_proj)]
 
 
 def assign_heads(model, group):
     """Tell a model's layers which heads each rank of `group` attends with."""
-    ranks = range(group.size())
-    heads = [shard_heads(*heads_of(model), group.size(), rank)[:2] for rank in ranks]
+    heads = [shard_heads(*heads_of(model), group.size(), r)[:2] for r in range(group.size())]
     (first, stop), (first_key, stop_key) = heads[group.rank()]
     for attention in (layer.self_attn for layer in model.model.layers):
         attention.heads = heads
@@ -109,8 +108,7 @@ def as_attention_takes(*tensors):
 def check_window(window, length):
     """Raise UserError for a sequence longer than a sliding window: some tokens do not see all."""
     if window is not None and length > window:
-        said = f"sliding_window {window}: not for {length} tokens under sequence parallelism"
-        raise UserError(said)
+        raise UserError(f"sliding_window {window}: not for {length} tokens that ranks share")
 
 
 def documents_of(position_ids):
@@ -124,7 +122,7 @@ class MaskInfo:
 
     length: of the sequence, S. real: (B, S), False where a token is padding, which no other token
     sees. documents: (B, S), the number of each token's document, outside of which it sees nothing.
-    Without either, a token sees all.
+    Without either, a token sees all. Raises ValueError for both.
 
     Layers get it as a 4-D tensor. Hugging Face passes this on unchanged, also if a checkpoint runs
     a layer again. (An attribute might be a later forward's; some versions pass no other argument.)
@@ -133,6 +131,10 @@ class MaskInfo:
     length: int
     real: torch.Tensor | None = None
     documents: torch.Tensor | None = None
+
+    def __post_init__(self):
+        if self.real is not None and self.documents is not None:
+            raise ValueError("padding or documents, not both: make padding a document of its own")
 
     @property
     def sees_all(self):

@@ -11,7 +11,7 @@ def settings_of(model):
 
     The settings CHANGED by a technique come from `model.original_settings`, if there is one.
     """
-    now = copy.deepcopy((model.config, model.generation_config))
+    now = copy.deepcopy((model.config, getattr(model, "generation_config", None)))
     for settings, original in zip(now, getattr(model, "original_settings", ()), strict=False):
         for name in CHANGED:
             if hasattr(original, name):

@@ -149,18 +149,19 @@ def with_full_logits(gather):
     return hook
 
 
-def refuse_on_slices(model):
+def refuse_on_slices(model, ranks=1, of_heads=True, of_vocabulary=True):
     """Refuse a model that is split already; let an unsplit model refuse what slices cannot do.
 
     Refused are saving, PyTorch's own clipping (`full_model.py` has functions for both), resizing,
     GradScaler, wrong optimizers, and PEFT's adapters: at once or, if added later, at the next
     forward. Slices that `fully_shard` has split again are refused there, too. Raises ValueError as
-    `check_unsplit`, `check_slices` and `check_layers` do.
+    `check_unsplit`, `check_slices` and `check_layers` do, UserError as `check_ranks` does.
     """
-    from guards.refusals import check_layers, check_slices, refuse_own_loss
+    from guards.refusals import check_layers, check_ranks, check_slices, refuse_own_loss
     from guards.training import guard_training
 
     check_unsplit(model)
+    check_ranks(model.config, ranks, of_heads, of_vocabulary)
     refuse_own_loss(model)
     check_slices(model)
     check_layers(model)

@@ -2,6 +2,8 @@
 
 from functools import cache
 
+import torch
+
 from utils.errors import UserError
 
 
@@ -33,6 +35,25 @@ def clock_cycles(num_batches, num_partitions):
     for tick in range(num_batches + num_partitions - 1):
         stages = range(max(0, tick - num_batches + 1), min(tick + 1, num_partitions))
         yield [(tick - stage, stage) for stage in stages]
+
+
+def sum_copies_once(first, second):
+    """Give both copies the sum, as `sum_copies` does, after the last backward before the optimizer.
+
+    Raises ValueError for gradients that are this sum already; so does a backward that adds to it.
+    """
+    from utils.replicas import refuse_additions, sample_of, summed_over
+
+    copies = [weight for weight in (first, second) if weight.requires_grad]
+    for weight in copies:
+        weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
+        if summed_over(weight.grad):
+            raise ValueError("these gradients are sums of both copies' already")
+    if copies:
+        sum_copies(first, second)
+    for weight in copies:
+        weight.grad.summed = weight.grad._version, sample_of(weight.grad), {"both copies"}
+        refuse_additions(weight)
 
 
 def sum_copies(first, second):

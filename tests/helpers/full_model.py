@@ -10,6 +10,7 @@ import copy
 import gc
 import json
 import math
+import os
 import shutil
 import sys
 import weakref
@@ -32,7 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_ as imported_before
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModel, AutoModelForCausalLM, GenerationConfig
 
 sys.path.insert(0, sys.argv[1])
 
@@ -50,15 +51,18 @@ from pipeline_llama import keep_stage
 from pretrain_2d import forward_backward, parallelize_2d
 from ring_attention import Ring, ring_attention, ring_parallelize
 from tp_llama import tensor_parallelize, vocab_parallel_cross_entropy
+from tp_training import split_loss_alone
 from tp_ulysses import parallelize_tp_sp
 from ulysses_finetune import shard_loss
 from ulysses_forward import causal_attention, sequence_parallelize, ulysses_attention
 from utils.full_model import clip_grad_norm_, full_state_dict, grad_norm, save_pretrained
 from utils.gradients import local_part, new_gradients
 from utils.kernels import ATTENTION_OPS
+from utils.llama import llama_of
 from utils.partition import shard_range
 from utils.replicas import sum_gradients
 from utils.sequence import MaskInfo
+from utils.settings import settings_of
 from utils.shards import shard_of
 
 
@@ -153,10 +157,10 @@ def sharded_too(split, mesh):
     return both
 
 
-def of_pretraining(mesh, replicate, model, ids):
+def of_pretraining(mesh, model, ids):
     own = ids.chunk(mesh["dp"].size())[mesh["dp"].get_local_rank()]
     with loss_parallel():
-        forward_backward(model, (own, own), mesh, replicate)
+        forward_backward(model, (own, own), mesh)
 
 
 def techniques(P):
@@ -188,7 +192,7 @@ def techniques(P):
             found["TP x ring"] = split, summed(step, of_both["sp"])
         for replicate in False, True:
             split = partial(parallelize_2d, mesh=mesh, replicate=replicate)
-            found[f"2-D, {shape}, {replicate}"] = split, partial(of_pretraining, mesh, replicate)
+            found[f"2-D, {shape}, {replicate}"] = split, partial(of_pretraining, mesh)
     return found
 
 
@@ -232,6 +236,19 @@ def loading(folder):
             tied = model.lm_head.weight is model.model.embed_tokens.weight
             assert tied == whole.config.tie_word_embeddings, f"{name}: tied"
             assert not model.training, name
+    before, where = Path.cwd(), folder / "tiny"  # not the model of this name
+    if RANK == 0:
+        shutil.copytree(next(iter(saved)), where)
+        settings = json.loads((where / "config.json").read_text()) | {"use_cache": False}
+        (where / "config.json").write_text(json.dumps(settings))
+    dist.barrier()
+    os.chdir(folder)
+    for split in None, tensor_parallelize, sequence_parallelize:
+        model = from_pretrained(split and partial(split, mesh=mesh), Path("tiny"))
+        assert model.config.vocab_size == 211 and model.name_or_path == "tiny", split
+        save_pretrained(model, folder / "tiny again")
+        assert not settings_of(model)[0].use_cache, split
+    os.chdir(before)
     wrong = folder / "wrong"
     for change, said in (
         (lambda tensors: tensors.pop("model.norm.weight"), "tensor model.norm.weight is missing"),
@@ -341,6 +358,8 @@ def full(name, split, step_of, ids, folder):
     for size in 2 * max(p.nbytes for p in whole.parameters()), "1GB":
         save_pretrained(model, folder, size)
         dist.barrier()
+        files = {path.name for path in folder.glob("model*")}
+        assert (files == {"model.safetensors"}) == (size == "1GB"), (name, files)
         again = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPE).state_dict()
         assert again.keys() == before.keys(), name
         assert all(again[key].equal(before[key]) for key in before), name
@@ -813,6 +832,26 @@ def shared_batches(folder):
         with torch.no_grad():
             changed.weight[-1] += RANK  # as rows that were added, and filled by chance
         refused(partial(split(model, mesh), IDS), "have different values of model.")
+    torch.manual_seed(RANK)  # Task 3's heads, which DTensor cannot deal out, are rank 0's, too
+    model = type(ordinary())(ordinary().config).to(DTYPE)
+    first, state = copy.deepcopy(model), full_state_dict(dtensor_parallelize(model, mesh))
+    assert model.config.num_key_value_heads % P
+    for name, tensor in state.items():  # on rank 0
+        assert tensor.equal(first.get_parameter(name)), f"Task 3, unlike seeds: {name}"
+    model = ordinary()
+    split_loss_alone(model, mesh)
+    refused(partial(model, IDS + RANK), "have different batches")
+    step(model, IDS)
+    refused(partial(sum_gradients, model.parameters(), mesh), "which split the weights")
+    for split, techniques in product(
+        (sequence_parallelize, ring_parallelize), (None, Techniques(tile_tokens=5))
+    ):
+        model = split(ordinary(), mesh)
+        refused(partial(shard_loss, model, IDS + RANK, mesh, techniques), "different batches")
+        model = split(ordinary(), mesh)
+        shard_loss(model, IDS, mesh, techniques).backward()
+        torch.optim.SGD(model.parameters(), 0.1).step()
+        refused(partial(shard_loss, model, IDS, mesh, techniques), "before the step")
     for split in sequence_parallelize, ring_parallelize:
         model, other = (split(ordinary(), mesh) for _ in range(2))
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -920,6 +959,7 @@ def of_slices(folder):
 def adapters(folder):
     """PEFT's adapters and prompts: made with unlike seeds, not summed, or with dropout."""
     from peft import (
+        LoHaConfig,
         LoraConfig,
         PeftModel,
         PromptEncoderConfig,
@@ -978,9 +1018,30 @@ def adapters(folder):
     model = get_peft_model(tensor_parallelize(dealt_evenly(), mesh), lora())
     refused(partial(save_pretrained, model, folder / "none"), "only whole weights can have one")
     assert not (folder / "none").exists()
+    stage = ordinary()
+    keep_stage(stage, (1, len(stage.model.layers)), RANK)
+    model = get_peft_model(stage, lora())
+    refused(partial(save_pretrained, model, folder / "none"), "layers that are on several ranks")
+    assert not (folder / "none").exists()
+    model = model.merge_and_unload()
+    model.peft_config = {"default": lora()}  # as PEFT 0.14 leaves it
+    save_pretrained(model, folder / "merged")
+    dist.barrier()
+    names = AutoModelForCausalLM.from_pretrained(folder / "merged", output_loading_info=True)[1]
+    assert not any(names.values()), names
+    for split in sequence_parallelize, ring_parallelize:
+        config = ordinary().config
+        config.attention_dropout = 0.5
+        torch.manual_seed(0)
+        model = split(AutoModelForCausalLM.from_config(config).train(), mesh)
+        techniques = supported_techniques(model, Techniques())[0]
+        refused(partial(shard_loss, model, IDS, mesh, techniques), "attention_dropout 0.5")
     for split in sequence_parallelize, ring_parallelize:
         model = make(split, partial(lora, lora_dropout=0.1))
         refused(partial(model, IDS), "would drop the same of different tokens")
+        techniques = supported_techniques(llama_of(model), Techniques())[0]
+        loss = partial(shard_loss, model, IDS, mesh, techniques)
+        refused(loss, "would drop the same of different tokens")
         model.add_adapter("other", lora())
         model.set_adapter("other")
         model(IDS)  # the other's dropout is not used
@@ -989,6 +1050,11 @@ def adapters(folder):
         model.merge_adapter()
         model(IDS)
         model.unmerge_adapter()
+        model.eval()
+        model(IDS)
+        loha = partial(LoHaConfig, target_modules=["down_proj"], module_dropout=0.5)
+        model = make(split, loha)
+        refused(partial(model, IDS), "would drop different parts of an adapter's weights")
         model.eval()
         model(IDS)
         # An adapter that came after a forward.
@@ -1044,6 +1110,8 @@ def right_use(folder):
         with torch.no_grad():
             logits = wrapped(IDS).logits
         close(logits, whole(IDS).logits.detach(), f"FSDP1, {by_layers}, {original}")
+        for one in wrapped, model:
+            refused(partial(full_state_dict, one), "FSDP1's parts do not say what they are of")
 
 
 def on_two_axes(folder):
@@ -1189,6 +1257,14 @@ def edges(folder):
     """What programs do now and then: parts of models, wrappers, streams, groups that are gone."""
     mesh = init_device_mesh("cpu", (P,), mesh_dim_names=("one",))
     refused(partial(dtensor_parallelize, ordinary(), DeviceMesh("cpu", [1, 0])), "ascending")
+    config = ordinary().config
+    config.num_attention_heads = config.num_key_value_heads = 1
+    few = AutoModelForCausalLM.from_config(config)
+    before = type(few), few.config._attn_implementation, set(vars(few))
+    for split in tensor_parallelize, dtensor_parallelize, sequence_parallelize:
+        refused(partial(split, few, mesh), "1 query heads: use 1 to 1 ranks, not 2")
+        assert before == (type(few), few.config._attn_implementation, set(vars(few))), split
+        few.save_pretrained(folder / f"few {RANK}")
     lm, whole = ordinary(), ordinary()
     tensor_parallelize(lm, mesh)
     backbone = lm.model
@@ -1205,6 +1281,11 @@ def edges(folder):
         expected = whole.model(IDS).last_hidden_state
         optimizer.zero_grad()
         whole.zero_grad()
+    save_pretrained(backbone, folder / "backbone")  # which has no settings for generation
+    dist.barrier()
+    again = AutoModel.from_pretrained(folder / "backbone", dtype=DTYPE)
+    for name, parameter in backbone.named_parameters():
+        assert again.get_parameter(name)[shard_of(parameter)].equal(parameter), name
 
     streamer, whole = Streamer(), ordinary()
     ids = whole.generate(IDS[:1], max_new_tokens=2, do_sample=False, streamer=streamer)
@@ -1240,11 +1321,23 @@ def edges(folder):
     names = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)[1]
     assert not any(names.values()), names
 
+    qwen = dict(hidden_size=24, intermediate_size=40, num_hidden_layers=3, vocab_size=211)
+    qwen |= dict(num_attention_heads=2, num_key_value_heads=2)
+    torch.manual_seed(0)
+    stage = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**qwen))
+    keep_stage(stage, (2, 3), RANK)  # whose configurations say of how many layers each is
+    optimizer = torch.optim.SGD([{"params": [p]} for p in stage.parameters()], 0.1)
+    save_training_state(stage, optimizer, folder / "stages", 1)
+    assert load_training_state(stage, optimizer, folder / "stages") == (1, None)
+
     model, default = ordinary(), torch.get_default_dtype()
     optimizer = torch.optim.AdamW(model.parameters())
     step(model, IDS)
     optimizer.step()
     save_training_state(model, optimizer, folder / "state", 1)
+    for milestones in {30: 1}, [{"a": {30: 1}}]:  # as MultiStepLR keeps them
+        save = partial(save_training_state, model, optimizer, folder / "state", 2, milestones)
+        refused(save, "JSON makes texts of the keys [30]")
     torch.set_default_dtype(torch.bfloat16)
     load_training_state(model, optimizer, folder / "state")
     torch.set_default_dtype(default)

@@ -34,6 +34,7 @@ STACKS_S = 1.0  # in which ranks that took too long print where they stand (see 
 
 
 def main():
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also where nohup runs the tests
     for name in PRELOADED:
         __import__(name)
     prepare_loading()
