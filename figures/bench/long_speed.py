@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from figures.bench.records import here_and_now
+from guards.agreement import without_comparing
 from harness.finetune import adapter_config, default_tile_mib, load_adapted
 from harness.flags import make_parser, positive
 from harness.job import start
@@ -51,7 +52,9 @@ def measure(run, args):
     def step(name, mesh, techniques):
         if mesh:  # else rank 0 is alone with it
             llama_of(model).get_group = mesh.get_group  # by which it deals out its tokens
-            with num_threads(own_threads * (run.world_size // mesh.size())):
+            # (Rank 0 alone has nobody to compare batches with.)
+            threads = num_threads(own_threads * (run.world_size // mesh.size()))
+            with threads, without_comparing():
                 losses[name] = forward_backward(model, ids, mesh, techniques)
             model.zero_grad()
         yield "step"
