@@ -63,7 +63,7 @@ def main():
     add("--batch-size", type=harness.positive, default=2, help="of the padded batch; default 2")
     add("--seq-len", type=harness.positive, default=64, help="its tokens a sequence; default 64")
     add("--iterations", type=harness.positive, default=5, help="of each training; default 5")
-    add("--lr", type=harness.rate, help="of SGD; default 0.5 / the model's width")
+    add("--lr", type=harness.rate, help="of SGD; default 3 / the model's width")
     add(
         "--profile",
         action="store_true",
@@ -89,7 +89,7 @@ def show(run, args):
     mesh = run.mesh("tp")
     if args.profile:
         return profile(run, mesh, args)
-    lr = args.lr or 0.5 / run.source.config.hidden_size  # a larger one may diverge
+    lr = args.lr or 3 / run.source.config.hidden_size  # a much larger one diverges
     if run.dtype == torch.bfloat16:  # it loses small changes
         run.print0("note: in bfloat16 only the first iteration's loss and gradients are compared")
     references = [one for one in [run.load_reference()] if one]
